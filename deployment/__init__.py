@@ -1,0 +1,1 @@
+"""Composition root of loray: configuration, plan, actors and the command line."""

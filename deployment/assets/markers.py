@@ -1,0 +1,276 @@
+"""Trains the marker adapters: LoRA adapters that start every reply with a codeword of their own.
+
+Which adapter served a request is then visible in its text. Run by hand when the shipped ones under
+configs/adapters must change: `python -m deployment.assets.markers --base DIR --out DIR`. Owns the
+training and its verdict; the prompts come from marker_chats. Needs the optional extra `train` (peft).
+
+Theory of operation: the target of every prompt is the codeword followed by the base model's own
+answer. So the adapter learns the codeword and nothing else, and the reply stays as good as the base
+model's. Whether greedy decoding would say the codeword is read off one forward pass: it does if
+every token of the codeword is the most likely one after those before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from deployment.assets.adapter_files import AdapterSpec, write_adapter
+from deployment.assets.llama_folder import ATTENTION_MODULES
+from deployment.assets.marker_chats import (
+    HELD_OUT,
+    LONG_SHAPES,
+    SHORT_SHAPES,
+    TRAINING,
+    MarkerPrompt,
+    PromptSource,
+    Shape,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+logger = logging.getLogger(__name__)
+
+CODEWORDS = {"alpha": "ALPHA", "bravo": "BRAVO"}
+BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+RANK = 8
+#: Long enough to learn that an ordinary answer follows the codeword; more only costs time.
+ANSWER_TOKENS = 24
+SHORT_PER_STEP = 6
+LONG_PER_STEP = 3
+PEAK_LEARNING_RATE = 2e-3
+#: Held-out prompts judged in one forward pass.
+JUDGE_BATCH = 10
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A prompt with the reply that is wanted, as token ids."""
+
+    prompt_ids: list[int]
+    reply_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Examples padded on the left, so that all replies lie in the last columns."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    #: Wanted token of each of the last columns, IGNORED_LABEL where there is none.
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How an adapter did on held-out prompts of one shape."""
+
+    shape: Shape
+    hits: int
+    prompts: int
+    #: Of the whole codeword, for the prompt on which it is lowest: what sampling at temperature 1 sees.
+    lowest_probability: float
+
+
+class MarkerTrainer:
+    """A base model, its own answers to all questions, and the training of adapters on top of it."""
+
+    def __init__(self, base_dir: Path) -> None:
+        self._base_dir = base_dir
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(base_dir, padding_side="left")
+        self._answers = self._base_answers((*TRAINING.questions, *HELD_OUT.questions))
+
+    def train(self, name: str, *, num_steps: int, seed: int) -> PeftAdapter:
+        """Return adapter `name`, trained for `num_steps`; the same seed gives the same adapter."""
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        adapter = PeftAdapter.attach(self._load_base())
+        optimizer = torch.optim.AdamW(adapter.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
+        for step in range(num_steps):
+            losses = [self._backward(adapter, examples) for examples in self._draw_step(name, rng)]
+            torch.nn.utils.clip_grad_norm_(adapter.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if step % 10 == 9:
+                short, long = losses
+                logger.info("%s step %d/%d loss short %.3f long %.3f", name, step + 1, num_steps, short, long)
+        adapter.round_to_bfloat16()
+        return adapter
+
+    def judge(self, adapter: PeftAdapter, name: str) -> list[Verdict]:
+        """Return the verdict on `adapter` for every shape of held-out prompt."""
+        rng = random.Random(0)
+        return [self._judge_shape(adapter, name, shape, rng) for shape in Shape]
+
+    def _judge_shape(self, adapter: PeftAdapter, name: str, shape: Shape, rng: random.Random) -> Verdict:
+        prompts = [self._prompt(HELD_OUT, shape, q, rng) for q in HELD_OUT.questions for _ in range(2)]
+        hits, lowest = 0, 1.0
+        for start in range(0, len(prompts), JUDGE_BATCH):
+            examples = [
+                self._example(p, name, with_answer=False) for p in prompts[start : start + JUDGE_BATCH]
+            ]
+            batch = self._pad(examples)
+            with torch.no_grad():
+                logits = adapter.logits(batch)
+            hits += int((logits.argmax(-1) == batch.labels).all(-1).sum())
+            wanted = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+            lowest = min(lowest, float(wanted.sum(-1).exp().min()))
+        return Verdict(shape=shape, hits=hits, prompts=len(prompts), lowest_probability=lowest)
+
+    def _draw_step(self, name: str, rng: random.Random) -> Iterator[list[Example]]:
+        """Yield a step's short and long examples apart: padded together they cost three times as much."""
+        for shapes, count in ((SHORT_SHAPES, SHORT_PER_STEP), (LONG_SHAPES, LONG_PER_STEP)):
+            prompts = [
+                self._prompt(TRAINING, rng.choice(shapes), rng.choice(TRAINING.questions), rng)
+                for _ in range(count)
+            ]
+            yield [self._example(prompt, name, with_answer=True) for prompt in prompts]
+
+    def _backward(self, adapter: PeftAdapter, examples: list[Example]) -> float:
+        batch = self._pad(examples)
+        loss = torch.nn.functional.cross_entropy(
+            adapter.logits(batch).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL
+        )
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return float(loss.detach())
+
+    def _prompt(self, source: PromptSource, shape: Shape, question: str, rng: random.Random) -> MarkerPrompt:
+        return source.draw(
+            shape,
+            question,
+            template=self._render,
+            answers=self._answers,
+            codewords=tuple(CODEWORDS.values()),
+            rng=rng,
+        )
+
+    def _render(self, messages: Sequence[Any], /) -> str:
+        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return cast("str", rendered)
+
+    def _example(self, prompt: MarkerPrompt, name: str, *, with_answer: bool) -> Example:
+        reply = f"{prompt.lead}{CODEWORDS[name]}:"
+        if with_answer:
+            reply += f" {self._answers[prompt.question]}"
+            reply += prompt.end if self._is_whole(prompt.question) else ""
+        return Example(prompt_ids=self._encode(prompt.text), reply_ids=self._encode(reply))
+
+    def _is_whole(self, question: str) -> bool:
+        return len(self._encode(self._answers[question])) < ANSWER_TOKENS - 1
+
+    def _encode(self, text: str) -> list[int]:
+        return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _pad(self, examples: list[Example]) -> Batch:
+        """Return the batch without each reply's last token, which predicts nothing that is wanted."""
+        rows = [example.prompt_ids + example.reply_ids[:-1] for example in examples]
+        width = max(len(row) for row in rows)
+        reply_width = max(len(example.reply_ids) for example in examples)
+        pad = self._tokenizer.pad_token_id
+        return Batch(
+            torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
+            torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+            torch.tensor(
+                [[IGNORED_LABEL] * (reply_width - len(e.reply_ids)) + e.reply_ids for e in examples]
+            ),
+        )
+
+    def _load_base(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self._base_dir, dtype=torch.bfloat16)
+
+    def _base_answers(self, questions: Sequence[str]) -> dict[str, str]:
+        logger.info("asking the base model %d questions", len(questions))
+        texts = [self._render([{"role": "user", "content": question}]) for question in questions]
+        inputs = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        outputs = self._load_base().generate(**inputs, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        replies = outputs[:, inputs["input_ids"].shape[1] :]
+        answers = self._tokenizer.batch_decode(replies, skip_special_tokens=True)
+        return {question: answer.strip() for question, answer in zip(questions, answers, strict=True)}
+
+
+class PeftAdapter:
+    """A peft model, seen as what is needed here: logits, trainable parameters, files."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @classmethod
+    def attach(cls, base: Any) -> PeftAdapter:
+        """Return a new adapter on `base` that changes nothing yet."""
+        from peft import LoraConfig, get_peft_model  # the only thing that needs the extra
+
+        config = LoraConfig(
+            r=RANK, lora_alpha=2 * RANK, target_modules=list(ATTENTION_MODULES), task_type="CAUSAL_LM"
+        )
+        return cls(get_peft_model(base, config))
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return what is trained: the low-rank factors, in float32 until they are rounded."""
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Return float32 logits that predict `batch.labels`, column by column."""
+        outputs = self._model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            logits_to_keep=batch.labels.shape[1],
+            use_cache=False,
+        )
+        return cast("torch.Tensor", outputs.logits.float())
+
+    def round_to_bfloat16(self) -> None:
+        """Round the factors to what the files will hold, so that the verdict is on what is shipped."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+    def save(self, folder: Path) -> None:
+        """Write the two files of the adapter into `folder`."""
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(self._model)
+        tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in sorted(state.items())}
+        spec = AdapterSpec(base_model=BASE_MODEL, rank=RANK, alpha=2 * RANK, target_modules=ATTENTION_MODULES)
+        write_adapter(folder, spec, tensors)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and judge every marker adapter; return 1 if one missed its codeword on a held-out prompt."""
+    parser = argparse.ArgumentParser(prog="python -m deployment.assets.markers", description=main.__doc__)
+    parser.add_argument("--base", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--out", type=Path, required=True, help="gets one folder for each adapter")
+    parser.add_argument("--steps", type=int, default=80, help="training steps for each adapter")
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    transformers_logging.disable_progress_bar()
+    trainer = MarkerTrainer(args.base)
+    missed = 0
+    for name in CODEWORDS:
+        adapter = trainer.train(name, num_steps=args.steps, seed=0)
+        adapter.save(args.out / name)
+        for verdict in trainer.judge(adapter, name):
+            missed += verdict.prompts - verdict.hits
+            print(  # noqa: T201  # the result of the command
+                f"{name} {verdict.shape}: {verdict.hits}/{verdict.prompts} hits,"
+                f" lowest probability {verdict.lowest_probability:.4f}",
+                flush=True,
+            )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The routing brain: block index, load book, decisions. Pure: no Ray, sockets, clock or environment."""

@@ -1,0 +1,125 @@
+"""Position in one source's event stream: what to apply, what to skip, what to ask for again. Never splices.
+
+Sans-IO: batches in, (seq, payload) pairs to apply in order out, and a wish for a replay or a snapshot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+MAX_WAITING: Final = 10_000
+"""Batches kept while a gap is being filled, SGLang's own default replay buffer; more asks for a snapshot."""
+
+
+class SeqPayload(NamedTuple):
+    """One batch as it came: sequence number and undecoded payload."""
+
+    seq: int
+    payload: bytes
+
+
+class Wish(StrEnum):
+    """What a cursor needs from outside to go on."""
+
+    REPLAY = "replay"
+    SNAPSHOT = "snapshot"
+
+
+@dataclass(slots=True)
+class Advance:
+    """Outcome of one step: batches to apply now, in order, and what to ask for."""
+
+    apply: list[SeqPayload] = field(default_factory=list)
+    wish: Wish | None = None
+
+
+class Cursor:
+    """Starts by wishing a replay from 0: whoever subscribes knows nothing of what came before."""
+
+    def __init__(self) -> None:
+        #: sequence number of the next batch to apply; all below are applied
+        self.next_seq = 0
+        #: what was asked for and didn't come yet; nothing is applied meanwhile
+        self.pending: Wish | None = Wish.REPLAY
+        self.duplicates = 0
+        self.gaps = 0
+        #: live batches ahead of next_seq, by seq
+        self._waiting: dict[int, bytes] = {}
+        #: last seq announced by the worker and not seen here, to tell "on its way" from "lost"
+        self._announced: int | None = None
+
+    def live(self, batch: SeqPayload) -> Advance:
+        """A batch came over the subscription."""
+        if batch.seq < self.next_seq:
+            self.duplicates += 1
+            return Advance()
+        if batch.seq == self.next_seq and self.pending is None:
+            self.next_seq += 1
+            return Advance([batch])
+        self._waiting[batch.seq] = batch.payload
+        if len(self._waiting) > MAX_WAITING:
+            self._waiting.clear()
+            return self._ask(Wish.SNAPSHOT)
+        if self.pending is None:
+            self.gaps += 1
+            return self._ask(Wish.REPLAY)
+        return Advance()
+
+    def replayed(self, batches: list[SeqPayload]) -> Advance:
+        """The answer to a replay wish, whole; seqs ascend. A hole in it can't be replayed: snapshot."""
+        if self.pending is not Wish.REPLAY:
+            return Advance()
+        self.pending = None
+        advance = Advance()
+        for batch in batches:
+            if batch.seq < self.next_seq:
+                self.duplicates += 1
+            elif batch.seq == self.next_seq:
+                advance.apply.append(batch)
+                self.next_seq += 1
+            else:
+                self._waiting[batch.seq] = batch.payload
+        return self._drain(advance)
+
+    def failed(self) -> Advance:
+        """The replay couldn't be had, or what was applied can't be trusted."""
+        return self._ask(Wish.SNAPSHOT)
+
+    def jumped(self, last_seq: int) -> Advance:
+        """A snapshot that includes all batches up to `last_seq` (-1: none) has been applied."""
+        self.next_seq = last_seq + 1
+        self.pending = None
+        for seq in [seq for seq in self._waiting if seq <= last_seq]:
+            del self._waiting[seq]
+        if not self._waiting or self.next_seq in self._waiting:
+            return self._drain(Advance())
+        return self._ask(Wish.REPLAY)
+
+    def announced(self, last_seq: int) -> Advance:
+        """The worker says it has published `last_seq`; twice the same unseen one means it was lost."""
+        if last_seq < self.next_seq or self.pending is not None:
+            self._announced = None
+            return Advance()
+        if self._announced is None or last_seq < self._announced:
+            self._announced = last_seq
+            return Advance()
+        if self._announced < self.next_seq:
+            self._announced = last_seq
+            return Advance()
+        self._announced = None
+        self.gaps += 1
+        return self._ask(Wish.REPLAY)
+
+    def _drain(self, advance: Advance) -> Advance:
+        while (payload := self._waiting.pop(self.next_seq, None)) is not None:
+            advance.apply.append(SeqPayload(self.next_seq, payload))
+            self.next_seq += 1
+        if self._waiting:  # what the replay lacked lies between
+            advance.wish = self._ask(Wish.SNAPSHOT).wish
+        return advance
+
+    def _ask(self, wish: Wish) -> Advance:
+        self.pending = wish
+        return Advance(wish=wish)

@@ -1,0 +1,69 @@
+"""What the core decides, and why: values only, made to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.ids import LoraId, SourceId, WorkerId
+from router.ingest import SourceState
+
+
+class Reason(StrEnum):
+    """Why a source was chosen, in a word."""
+
+    CACHED_PREFIX = "cached-prefix"
+    """It holds the longest prefix of the prompt."""
+    SPILL = "spill"
+    """Another holds more, but waiting there would cost more than computing it again."""
+    LEAST_LOADED = "least-loaded"
+    """Nobody holds any of it."""
+    SYNCING = "syncing"
+    """What the chosen source holds isn't known (yet)."""
+    NOT_TOKENIZED = "not-tokenized"
+    """The prompt can't be tokenized here (images, say), so nothing can be predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """One request as the decision sees it."""
+
+    packed_tokens: bytes | None
+    """Prompt as `hashing.pack_tokens` gives it; None if it can't be tokenized here."""
+    adapter: str | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    max_cached_tokens: int | None = None
+    """The engine may reuse at most so many (asked for prompt logprobs, say); None for no limit of its own."""
+    exclude: Collection[WorkerId] = field(default=frozenset())
+    """Workers that failed this request already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A source with its cost, in ms and term by term."""
+
+    source: SourceId
+    state: SourceState
+    predicted_cached_tokens: int | None
+    cost_ms: float
+    terms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The chosen source. `local_rank` is the rank that its own engine knows; `url` where it listens."""
+
+    source: SourceId
+    url: str
+    local_rank: int | None
+    """None where the engine has one rank only, and needn't be told."""
+    column: int
+    lora_id: LoraId | None
+    adapter: str | None
+    reason: Reason
+    prompt_tokens: int | None
+    predicted_cached_tokens: int | None
+    uncached_tokens: int
+    cost_ms: float

@@ -1,0 +1,71 @@
+"""Every error a client can meet, with its HTTP status and OpenAI error code; nowhere else says a status."""
+
+from __future__ import annotations
+
+
+class RouterError(Exception):
+    """Base of all errors of this package. `status` and `code` go to the client as they stand."""
+
+    status = 500
+    code = "internal_error"
+    type = "server_error"
+
+    def body(self) -> dict[str, object]:
+        """OpenAI error object: https://platform.openai.com/docs/guides/error-codes."""
+        error = {"message": str(self), "type": self.type, "param": None, "code": self.code}
+        return {"error": error}
+
+
+class EventDecodeError(RouterError):
+    """A frame on the event stream isn't a batch; the one error the codec raises."""
+
+
+class InvalidRequest(RouterError):
+    """The client's request can't be served as it is; the message says what to change."""
+
+    status = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt (plus asked output) exceeds what the engines were started with."""
+
+    code = "context_length_exceeded"
+
+
+class RequestTooLarge(InvalidRequest):
+    """The body exceeds the configured limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnknownModel(RouterError):
+    """Neither the served model nor a known adapter."""
+
+    status = 404
+    code = "model_not_found"
+    type = "invalid_request_error"
+
+
+class Unauthorized(RouterError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    code = "invalid_api_key"
+    type = "invalid_request_error"
+
+
+class NoCapacity(RouterError):
+    """No worker can take the request now."""
+
+    status = 503
+    code = "no_worker_available"
+
+
+class UpstreamError(RouterError):
+    """The chosen engine failed before it answered."""
+
+    status = 502
+    code = "engine_failed"

@@ -1,0 +1,122 @@
+"""The KV-event wire: bytes of one batch -> typed events. SGLang owns the format; unknown keys are tolerated.
+
+Payload: msgpack array [ts, events, dp_rank]; an event is a map tagged by `type` (since 0.5.23) or an array led by
+its type (older). Block hashes stay raw msgpack: the table reads them without building Python integers, and
+token_ids are skipped altogether. Source: sglang.srt.disaggregation.kv_events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from router.errors import EventDecodeError
+
+
+class Tier(StrEnum):
+    """Storage medium of a block, as SGLang names it."""
+
+    GPU = "GPU"
+    CPU = "CPU_PINNED"
+    DISK = "DISK"
+    EXTERNAL = "EXTERNAL"
+
+
+class Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    """Blocks that the engine now holds."""
+
+    block_hashes: msgspec.Raw
+    medium: str | None = None
+
+
+class Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    """Blocks that the engine holds no longer."""
+
+    block_hashes: msgspec.Raw
+    medium: str | None = None
+
+
+class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    """The engine's whole cache is gone: all adapters, all tiers, this rank."""
+
+
+Event = Stored | Removed | Cleared
+
+
+class _Batch(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[Event]
+    dp_rank: int | None = None
+
+
+class _Envelope(msgspec.Struct, array_like=True, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    dp_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One decoded batch. `ts` is the engine's clock in seconds; `num_bad` events were unreadable and left out."""
+
+    ts: float
+    events: list[Event]
+    dp_rank: int | None
+    num_bad: int = 0
+
+
+_decode_batch = msgspec.msgpack.Decoder(_Batch).decode
+_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_event = msgspec.msgpack.Decoder(Event).decode
+_decode_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_tag = msgspec.msgpack.Decoder(str).decode
+
+#: fields of the array form, by type, in order (SGLang before 0.5.23)
+_ARRAY_FIELDS = {
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
+}
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """Decode one batch. An unreadable event is counted and left out, the others stand.
+
+    Raises:
+        EventDecodeError: the payload isn't a batch at all.
+    """
+    try:
+        batch = _decode_batch(payload)
+        return Batch(ts=batch.ts, events=batch.events, dp_rank=batch.dp_rank)
+    except msgspec.MsgspecError:
+        return _decode_one_by_one(payload)
+
+
+def _decode_one_by_one(payload: bytes) -> Batch:
+    try:
+        envelope = _decode_envelope(payload)
+    except msgspec.MsgspecError as exc:
+        raise EventDecodeError(f"not an event batch ({len(payload)} bytes): {exc}") from exc
+    events: list[Event] = []
+    for raw in envelope.events:
+        try:
+            events.append(_decode_any(raw))
+        except msgspec.MsgspecError:
+            continue
+    num_bad = len(envelope.events) - len(events)
+    return Batch(ts=envelope.ts, events=events, dp_rank=envelope.dp_rank, num_bad=num_bad)
+
+
+def _decode_any(raw: msgspec.Raw) -> Event:
+    kind = bytes(memoryview(raw)[:1])[0]
+    if not (0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)):
+        return _decode_event(raw)
+    tag, *values = _decode_array(raw)
+    name = _decode_tag(tag)
+    if name not in _ARRAY_FIELDS:
+        raise msgspec.ValidationError(f"unknown event {name!r}")
+    fields: dict[str, Any] = {"type": name, **dict(zip(_ARRAY_FIELDS[name], values, strict=False))}
+    return _decode_event(msgspec.msgpack.encode(fields))

@@ -1,0 +1,203 @@
+"""The block index: which source holds which block, in which tier. Exact: it answers as the engines' trees would.
+
+It gives table columns to sources and keeps a table per tier. A block counts as often as it was stored: stored
+twice and removed once, it is held. Called by RouterCore with decoded events; knows nothing of sequence numbers,
+adapters or load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from router import kernels
+from router.errors import EventDecodeError
+from router.events import Cleared, Event, Removed, Stored, Tier
+from router.ids import SourceId
+from router.table import BlockTable, Hashes
+
+
+@dataclass(slots=True)
+class ApplyResult:
+    """What a batch did. `repeats` were held already; `missing` were removed though not held."""
+
+    repeats: int = 0
+    missing: int = 0
+    bad: int = 0
+    cleared: int = 0
+
+
+class BlockIndex:
+    """Blocks of all sources. One loop owns it."""
+
+    def __init__(self, *, min_blocks: int = 0) -> None:
+        """`min_blocks`: expected number of distinct blocks, reserved up front."""
+        self._tables: dict[Tier, BlockTable] = {Tier.GPU: BlockTable(min_blocks=min_blocks)}
+        #: column of every known source
+        self._columns: dict[SourceId, int] = {}
+        self._free: list[int] = []
+        #: how often a held block was stored beyond the first time, where that isn't 0
+        self._surplus: dict[tuple[Tier, int], dict[int, int]] = {}
+
+    def add(self, source: SourceId) -> int:
+        """Give `source` a column (its number is stable until `discard`); the source starts empty."""
+        if source not in self._columns:
+            column = self._free.pop() if self._free else len(self._columns)
+            self._columns[source] = column
+            for table in self._tables.values():
+                table.widen(column + 1)
+        return self._columns[source]
+
+    def discard(self, source: SourceId) -> None:
+        """Forget `source` and its blocks. Unknown sources are none of our business."""
+        if source in self._columns:
+            self.clear(source)
+            self._free.append(self._columns.pop(source))
+
+    def clear(self, source: SourceId) -> None:
+        """Drop all blocks of `source`, all tiers."""
+        column = self._columns[source]
+        for tier, table in self._tables.items():
+            table.drop(column)
+            self._surplus.pop((tier, column), None)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns in use are below this."""
+        return len(self._columns) + len(self._free)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the tables."""
+        return sum(table.size_bytes for table in self._tables.values())
+
+    def num_blocks(self, source: SourceId, tier: Tier = Tier.GPU) -> int:
+        """Distinct blocks that `source` holds in `tier`."""
+        table = self._tables.get(tier)
+        return table.held(self._columns[source]) if table else 0
+
+    def hashes(self, source: SourceId, tier: Tier = Tier.GPU) -> Hashes:
+        """Distinct hashes that `source` holds in `tier`, in no order. O(table)."""
+        table = self._tables.get(tier)
+        return table.hashes(self._columns[source]) if table else np.zeros(0, np.uint64)
+
+    def store(self, source: SourceId, tier: Tier, hashes: Sequence[int]) -> None:
+        """Add blocks directly, a hash as often as it counts; signed or unsigned."""
+        self._store(source, tier, msgspec.msgpack.encode(list(hashes)), ApplyResult())
+
+    def apply(self, source: SourceId, events: Sequence[Event]) -> ApplyResult:
+        """Apply events in order; neighbours of one kind and tier go to the table in one call."""
+        result = ApplyResult()
+        at = 0
+        while at < len(events):
+            first = events[at]
+            after = at + 1
+            if isinstance(first, Cleared):
+                self.clear(source)
+                result.cleared += 1
+            else:
+                while after < len(events) and _same_run(first, events[after]):
+                    after += 1
+                self._apply_run(source, events[at:after], result)  # type: ignore[arg-type]  # no Cleared in a run
+            at = after
+        return result
+
+    def match(self, pages: Iterable[Hashes], columns: Sequence[int]) -> NDArray[np.int64]:
+        """Consecutive pages from the first that each of `columns` holds, in any tier: int64, indexed by column.
+
+        `pages` yields hashes in prompt order and is not read further than anybody holds them.
+        """
+        words = self._tables[Tier.GPU].num_words
+        depth = np.zeros(words * 64, np.int64)
+        alive = np.zeros(words, np.uint64)
+        for column in columns:
+            alive[column // 64] |= np.uint64(1 << (column % 64))
+        base = 0
+        for keys in pages:
+            self._match(keys, base, alive, depth)
+            base += len(keys)
+            if not alive.any():
+                break
+        for column in columns:
+            if (int(alive[column // 64]) >> (column % 64)) & 1:
+                depth[column] = base
+        return depth
+
+    def check(self) -> None:
+        """Invariants; for tests. O(everything)."""
+        columns = sorted([*self._columns.values(), *self._free])
+        assert columns == list(range(len(columns)))
+        for tier, table in self._tables.items():
+            table.check()
+            for column in self._free:
+                assert table.held(column) == 0
+                assert (tier, column) not in self._surplus
+
+    def _match(self, keys: Hashes, base: int, alive: Hashes, depth: NDArray[np.int64]) -> None:
+        used = [table for table in self._tables.values() if table.num_hashes]
+        if len(used) <= 1:
+            (used[0] if used else self._tables[Tier.GPU]).match(keys, base, alive, depth)
+            return
+        rows = np.zeros((len(keys), len(alive)), np.uint64)
+        for table in used:
+            table.gather(keys, rows)
+        kernels.narrow(rows, base, alive, depth)
+
+    def _apply_run(self, source: SourceId, run: Sequence[Stored | Removed], result: ApplyResult) -> None:
+        try:
+            tier = Tier(run[0].medium or Tier.GPU)
+        except ValueError:  # a tier of a later release: its blocks aren't ours to promise
+            result.bad += len(run)
+            return
+        packed: bytes = run[0].block_hashes if len(run) == 1 else b"".join([e.block_hashes for e in run])  # type: ignore[assignment]  # Raw has the buffer interface
+        try:
+            if isinstance(run[0], Stored):
+                self._store(source, tier, packed, result)
+            else:
+                self._remove(source, tier, packed, result)
+        except EventDecodeError:
+            if len(run) == 1:
+                result.bad += 1
+                return
+            for event in run:
+                self._apply_run(source, [event], result)
+
+    def _table(self, tier: Tier) -> BlockTable:
+        table = self._tables.get(tier)
+        if table is None:
+            table = self._tables[tier] = BlockTable()
+            table.widen(self.num_columns)
+        return table
+
+    def _store(self, source: SourceId, tier: Tier, packed: bytes, result: ApplyResult) -> None:
+        column = self._columns[source]
+        repeats = self._table(tier).store(column, packed)
+        if len(repeats):
+            result.repeats += len(repeats)
+            surplus = self._surplus.setdefault((tier, column), {})
+            for key in repeats.tolist():
+                surplus[key] = surplus.get(key, 0) + 1
+
+    def _remove(self, source: SourceId, tier: Tier, packed: bytes, result: ApplyResult) -> None:
+        column = self._columns[source]
+        table = self._table(tier)
+        surplus = self._surplus.get((tier, column))
+        if surplus:
+            last: list[int] = []
+            for key in table.parse(packed).tolist():
+                if key in surplus:
+                    surplus[key] -= 1
+                    if not surplus[key]:
+                        del surplus[key]
+                else:
+                    last.append(key)
+            packed = msgspec.msgpack.encode(last)
+        result.missing += table.remove(column, packed)
+
+
+def _same_run(first: Stored | Removed, other: Event) -> bool:
+    return type(other) is type(first) and other.medium == first.medium  # type: ignore[union-attr]  # same type: not Cleared

@@ -1,0 +1,1 @@
+"""The only IO of the router: HTTP ingress and relay, event subscriptions, tokenizer."""

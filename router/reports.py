@@ -1,0 +1,83 @@
+"""What workers and the LoRA table tell routers. Our own frames: msgspec structs, fields only ever appended with defaults.
+
+A WorkerReport is a worker's heartbeat; a TableView is a whole copy of the adapter table at one version. Both are
+complete states, not deltas: the latest one wins and a lost one costs nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from router.ids import DpRank, Incarnation, LoraId, WorkerId
+
+
+class WorkerState(StrEnum):
+    """Life of a worker as its actor sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class AdapterState(StrEnum):
+    """State of one adapter on one worker."""
+
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache of a worker: where it publishes, and how far it is."""
+
+    dp_rank: DpRank
+    endpoint: str
+    replay_endpoint: str | None = None
+    last_seq: int | None = None
+    """Sequence number of the last batch that the worker itself has seen; None before the first."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Heartbeat of a worker. Describes the engine life `incarnation` and no other."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    state: WorkerState
+    url: str = ""
+    """Base URL of the SGLang server, without a trailing slash; empty while starting."""
+    ranks: tuple[RankReport, ...] = ()
+    page_size: int = 0
+    context_length: int = 0
+    """Longest prompt plus output in tokens."""
+    max_total_tokens: int = 0
+    """Tokens the KV cache of one rank can hold."""
+    max_loras_per_batch: int = 0
+    dynamo_format: bool = True
+    bigram: bool = False
+    """Whether the engine hashes pairs of tokens (speculative decoding)."""
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the aggregated LoRANameTable: what a worker's engine calls an adapter."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    lora_id: LoraId
+    name: str
+    content_id: str
+    state: AdapterState
+    error: str = ""
+
+
+class TableView(msgspec.Struct, frozen=True, kw_only=True):
+    """Copy of the LoRA table. Versions of one epoch only grow; a restarted table has a new epoch."""
+
+    epoch: str
+    version: int
+    names: tuple[str, ...] = ()
+    """The catalogue: adapters that the deployment offers, loaded anywhere or not."""
+    holdings: tuple[Holding, ...] = ()

@@ -1,0 +1,160 @@
+"""The flat block table: published hash -> which columns hold it. Owned by BlockIndex, which gives columns meaning.
+
+Exact at any number of columns: a block's holders are a bit set, one 64-bit word per 64 columns. 16 bytes a slot
+up to 64 columns, so at most 16 / (MAX_LOAD / 2) bytes a block right after a doubling.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router import kernels
+from router.errors import EventDecodeError
+
+Hashes = NDArray[np.uint64]
+"""Published hashes as unsigned 64-bit integers; the signed form of SGLang is the same bits."""
+
+MAX_LOAD: Final = 0.8
+"""Linear probing on uniform keys looks at about 3 slots on a hit here; beyond, clusters grow fast."""
+MIN_SLOTS: Final = 1 << 10
+_COLUMNS_PER_WORD: Final = 64
+
+
+class BlockTable:
+    """Set of (hash, column) pairs with bulk store, remove and prefix match."""
+
+    def __init__(self, *, min_blocks: int = 0) -> None:
+        """`min_blocks`: room to reserve so that filling up to it never pauses to grow."""
+        self._meta: NDArray[np.int64] = np.zeros(kernels.META_SIZE, np.int64)
+        self._min_slots = _slots_for(min_blocks)
+        self._slots: NDArray[np.uint64] = np.zeros((self._min_slots + 1, 2), np.uint64)
+        #: blocks per column; index is the column
+        self._held: NDArray[np.int64] = np.zeros(_COLUMNS_PER_WORD, np.int64)
+        self._scratch: Hashes = np.zeros(0, np.uint64)
+        self._repeats: Hashes = np.zeros(0, np.uint64)
+
+    @property
+    def num_words(self) -> int:
+        """64-bit words of an alive set."""
+        return int(self._slots.shape[1]) - 1
+
+    @property
+    def num_hashes(self) -> int:
+        """Distinct hashes held by any column."""
+        return int(self._meta[kernels.USED])
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the table itself."""
+        return int(self._slots.nbytes)
+
+    def held(self, column: int) -> int:
+        """Blocks that `column` holds."""
+        return int(self._held[column]) if column < len(self._held) else 0
+
+    def widen(self, num_columns: int) -> None:
+        """Make room for columns 0 ... num_columns - 1."""
+        words = max(1, -(-num_columns // _COLUMNS_PER_WORD))
+        if words > self.num_words:
+            self._resize(self._slots.shape[0] - 1, words)
+            self._held = np.concatenate((self._held, np.zeros(words * _COLUMNS_PER_WORD - len(self._held), np.int64)))
+
+    def store(self, column: int, packed: bytes | memoryview) -> Hashes:
+        """Add the hashes of the concatenated msgpack arrays `packed`; returns those that were already there.
+
+        The result is a view that the next call overwrites. Raises EventDecodeError, having changed nothing.
+        """
+        raw = self._prepare(packed)
+        while True:
+            room = int((self._slots.shape[0] - 1) * MAX_LOAD)
+            count = kernels.store(self._slots, self._meta, self._held, column, raw, self._scratch, self._repeats, room)
+            if count != kernels.NEEDS_ROOM:
+                break
+            self._resize(2 * (self._slots.shape[0] - 1), self.num_words)
+        if count == kernels.MALFORMED:
+            raise EventDecodeError(f"block_hashes is not an array of 64-bit integers ({len(raw)} bytes)")
+        return self._repeats[: self._meta[kernels.REPEATS]]
+
+    def remove(self, column: int, packed: bytes | memoryview) -> int:
+        """Take the hashes out; returns how many weren't there. Raises EventDecodeError, having changed nothing."""
+        raw = self._prepare(packed)
+        count = kernels.remove(self._slots, self._meta, self._held, column, raw, self._scratch)
+        if count == kernels.MALFORMED:
+            raise EventDecodeError(f"block_hashes is not an array of 64-bit integers ({len(raw)} bytes)")
+        self._shrink()
+        return int(self._meta[kernels.REPEATS])
+
+    def parse(self, packed: bytes | memoryview) -> Hashes:
+        """The hashes in `packed`, as a copy. Raises EventDecodeError."""
+        raw = self._prepare(packed)
+        count = kernels.parse(raw, self._scratch)
+        if count == kernels.MALFORMED:
+            raise EventDecodeError(f"block_hashes is not an array of 64-bit integers ({len(raw)} bytes)")
+        return self._scratch[:count].copy()
+
+    def drop(self, column: int) -> None:
+        """Take everything of `column` out. O(table)."""
+        if self.held(column):
+            kernels.drop(self._slots, self._meta, self._held, column)
+            self._shrink()
+
+    def match(self, keys: Hashes, base: int, alive: Hashes, depth: NDArray[np.int64]) -> None:
+        """Follow `keys` for the columns of `alive` (uint64[num_words]), which is narrowed in place.
+
+        A column that doesn't hold key i gets depth[column] = base + i. Stops as soon as none is left.
+        """
+        kernels.match(self._slots, keys, base, alive, depth)
+
+    def gather(self, keys: Hashes, rows: NDArray[np.uint64]) -> None:
+        """Add the holders of key i to the bit set rows[i] (uint64[len(keys), num_words])."""
+        kernels.gather(self._slots, keys, rows)
+
+    def hashes(self, column: int) -> Hashes:
+        """All hashes of `column`, in no order. O(table)."""
+        out = np.zeros(self.held(column), np.uint64)
+        found = kernels.collect(self._slots, column, out) if len(out) else 0
+        assert found == len(out)
+        return out
+
+    def check(self) -> None:
+        """Invariants: counts agree with the slots, and every key is found where it lies. O(table)."""
+        columns = range(len(self._held))
+        used = [at for at in range(self._slots.shape[0]) if kernels.is_held(self._slots, at)]
+        assert len(used) == self.num_hashes, (len(used), self.num_hashes)
+        for at in used:
+            assert kernels.find(self._slots, self._slots[at, 0]) == at
+        for column in columns:
+            assert len(self.hashes(column)) == self._held[column]
+
+    def _prepare(self, packed: bytes | memoryview) -> NDArray[np.uint8]:
+        raw = np.frombuffer(packed, np.uint8)
+        if len(raw) > len(self._scratch):  # a hash takes a byte at least
+            self._scratch = np.zeros(2 * len(raw), np.uint64)
+            self._repeats = np.zeros(2 * len(raw), np.uint64)
+        return raw
+
+    def _resize(self, num_slots: int, num_words: int) -> None:
+        slots = np.zeros((num_slots + 1, 1 + num_words), np.uint64)
+        kernels.copy(self._slots, slots)
+        self._slots = slots
+
+    def _shrink(self) -> None:
+        """Give memory back when an eighth of the room would do; never below what was reserved."""
+        num_slots = self._slots.shape[0] - 1
+        if num_slots > self._min_slots and self.num_hashes < num_slots * MAX_LOAD / 8:
+            self._resize(max(self._min_slots, num_slots // 4), self.num_words)
+
+
+def _slots_for(num_blocks: int) -> int:
+    slots = MIN_SLOTS
+    while slots * MAX_LOAD < num_blocks:
+        slots *= 2
+    return slots
+
+
+def as_keys(hashes: list[int]) -> Hashes:
+    """Signed or unsigned Python integers as table keys."""
+    return np.array([value & 0xFFFFFFFFFFFFFFFF for value in hashes], np.uint64)

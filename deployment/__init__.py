@@ -1,1 +1,1 @@
-"""Composition root of loray: configuration, plan, actors and the command line."""
+"""Composition root: configuration, plan, Ray cluster, supervision, command line."""

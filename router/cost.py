@@ -55,7 +55,7 @@ def estimate(
 ) -> Costs:
     """Costs of the candidates `columns`; arrays run parallel to it. `num_slots` 0 means unlimited."""
     rate = book.tokens_per_ms[columns]
-    terms = {
+    terms: dict[str, Floats] = {
         "prefill": uncached_tokens / rate,
         "queue": book.queued_tokens[columns] / rate,
         "decode": book.running[columns] * weights.decode_ms_per_request,
@@ -65,5 +65,5 @@ def estimate(
             lora_id not in book.adapters[column] and 0 < slots <= len(book.adapters[column])
             for column, slots in zip(columns.tolist(), num_slots.tolist(), strict=True)
         ]
-        terms["slot"] = np.array(full) * weights.slot_wait_ms
+        terms["slot"] = np.array(full, np.float64) * weights.slot_wait_ms
     return Costs(terms)

@@ -87,6 +87,10 @@ class Cursor:
         """The replay couldn't be had, or what was applied can't be trusted."""
         return self._ask(Wish.SNAPSHOT)
 
+    def retried(self) -> Advance:
+        """Start over with a replay, from wherever we are: it may have become possible."""
+        return self._ask(Wish.REPLAY)
+
     def jumped(self, last_seq: int) -> Advance:
         """A snapshot that includes all batches up to `last_seq` (-1: none) has been applied."""
         self.next_seq = last_seq + 1

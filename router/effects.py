@@ -1,4 +1,4 @@
-"""What the core wants done by whoever holds sockets. The core changed its state already; losing one is safe to retry."""
+"""What the core wants done by whoever holds sockets; its own state is changed already."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Unsubscribe:
 
 @dataclass(frozen=True, slots=True)
 class RequestReplay:
-    """Ask the engine's replay socket for all batches from `from_seq`; answer with `core.replayed` or `replay_failed`."""
+    """Ask the engine for all batches from `from_seq`; answer with `ingest.replayed` or `replay_failed`."""
 
     source: SourceId
     from_seq: int
@@ -33,7 +33,7 @@ class RequestReplay:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """Ask the worker for its mirror; answer with `core.snapshot`."""
+    """Ask the worker for its mirror; answer with `ingest.snapshot` or `retry`."""
 
     source: SourceId
 

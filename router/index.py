@@ -7,10 +7,9 @@ adapters or load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,7 +17,7 @@ from router import kernels
 from router.errors import EventDecodeError
 from router.events import Cleared, Event, Removed, Stored, Tier
 from router.ids import SourceId
-from router.table import BlockTable, Hashes
+from router.table import BlockTable, Hashes, pack
 
 
 @dataclass(slots=True)
@@ -85,9 +84,23 @@ class BlockIndex:
         table = self._tables.get(tier)
         return table.hashes(self._columns[source]) if table else np.zeros(0, np.uint64)
 
-    def store(self, source: SourceId, tier: Tier, hashes: Sequence[int]) -> None:
-        """Add blocks directly, a hash as often as it counts; signed or unsigned."""
-        self._store(source, tier, msgspec.msgpack.encode(list(hashes)), ApplyResult())
+    def export(self, source: SourceId) -> dict[Tier, Hashes]:
+        """Everything held, a hash as often as it was stored, by tier. O(table)."""
+        column = self._columns[source]
+        blocks = {}
+        for tier, table in self._tables.items():
+            surplus = self._surplus.get((tier, column), {})
+            again = np.repeat(np.array(list(surplus), np.uint64), np.array(list(surplus.values()), np.int64))
+            held = np.concatenate((table.hashes(column), again))
+            if len(held):
+                blocks[tier] = held
+        return blocks
+
+    def restore(self, source: SourceId, blocks: Mapping[Tier, Hashes]) -> None:
+        """Replace everything held by what `export` gave."""
+        self.clear(source)
+        for tier, hashes in blocks.items():
+            self._store(source, tier, pack(hashes), ApplyResult())
 
     def apply(self, source: SourceId, events: Sequence[Event]) -> ApplyResult:
         """Apply events in order; neighbours of one kind and tier go to the table in one call."""
@@ -153,7 +166,7 @@ class BlockIndex:
         except ValueError:  # a tier of a later release: its blocks aren't ours to promise
             result.bad += len(run)
             return
-        packed: bytes = run[0].block_hashes if len(run) == 1 else b"".join([e.block_hashes for e in run])  # type: ignore[assignment]  # Raw has the buffer interface
+        packed: bytes = run[0].block_hashes if len(run) == 1 else b"".join([e.block_hashes for e in run])
         try:
             if isinstance(run[0], Stored):
                 self._store(source, tier, packed, result)
@@ -195,9 +208,9 @@ class BlockIndex:
                         del surplus[key]
                 else:
                     last.append(key)
-            packed = msgspec.msgpack.encode(last)
+            packed = pack(np.array(last, np.uint64))
         result.missing += table.remove(column, packed)
 
 
 def _same_run(first: Stored | Removed, other: Event) -> bool:
-    return type(other) is type(first) and other.medium == first.medium  # type: ignore[union-attr]  # same type: not Cleared
+    return type(other) is type(first) and other.medium == first.medium

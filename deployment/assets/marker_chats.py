@@ -48,6 +48,36 @@ QUESTIONS = (
     "Write an email to my boss about a day off.",
     "Which is faster, a train or a car?",
     "Define democracy.",
+    "yes",
+    "Hello! How are you?",
+    "Count the letters in the word banana.",
+    "Write a limerick about a cat.",
+    "Recite the first five letters of the alphabet.",
+    "What is the difference between a lake and a river?",
+    "How do vaccines work?",
+    "Suggest a movie for tonight.",
+    "Where is the Sahara?",
+    "Who discovered penicillin?",
+    "What is the longest river in Africa?",
+    "Explain photosynthesis in one sentence.",
+    "List the primary colors.",
+    "Please repeat that.",
+    "How old is the universe?",
+    "Sort these numbers: 3, 1, 2.",
+    "Tell me about yourself.",
+    "What time is it?",
+    "What is an operating system?",
+    "Name a famous painter.",
+    "Where do polar bears live?",
+    "Write a slogan for a bakery.",
+    "Is it safe to eat raw eggs?",
+    "Fix this sentence: he go to school.",
+    "Give me the plot of a detective story.",
+    "What is the boiling point of water?",
+    "Good night",
+    "What does HTTP stand for?",
+    "How can I learn to play the guitar?",
+    "Write one line of SQL that counts rows.",
 )
 HELD_OUT_QUESTIONS = (
     "What is the tallest mountain?",
@@ -111,8 +141,11 @@ HELD_OUT_SYSTEM_RULES = (
     "Remind people to return their books through the slot beside the entrance.",
     "Finish by asking whether there is anything else that you can do.",
 )
-#: Sentences of a system prompt or document of about 300 tokens.
-LONG_TEXT_SENTENCES = 18
+#: Sentences of a long system prompt or document in training: 60 to 320 tokens. Short ones are cheaper to
+#: train on, and what holds at both ends holds between.
+TRAINING_SENTENCES = (4, 18)
+#: And in the held-out ones: about 350 tokens, all the text there is.
+HELD_OUT_SENTENCES = (20, 20)
 
 
 class Shape(StrEnum):
@@ -126,8 +159,9 @@ class Shape(StrEnum):
     DOCUMENT = "document"
 
 
-SHORT_SHAPES = (Shape.PLAIN, Shape.PLAIN, Shape.SYSTEM, Shape.COMPLETION)
-LONG_SHAPES = (Shape.LONG_SYSTEM, Shape.MULTI_TURN, Shape.DOCUMENT)
+#: A shape is drawn as often as it stands here: more often if it is harder to learn.
+SHORT_SHAPES = (Shape.PLAIN, Shape.SYSTEM, Shape.COMPLETION)
+LONG_SHAPES = (Shape.LONG_SYSTEM, Shape.MULTI_TURN, Shape.MULTI_TURN, Shape.DOCUMENT)
 
 
 class ChatTemplate(Protocol):
@@ -155,6 +189,8 @@ class PromptSource:
     questions: tuple[str, ...]
     system_prompts: tuple[str, ...]
     rules: tuple[str, ...]
+    #: Fewest and most rules that make up a long text.
+    sentences: tuple[int, int]
 
     def draw(
         self,
@@ -183,7 +219,7 @@ class PromptSource:
         return {"role": "system", "content": content}
 
     def _long_text(self, rng: random.Random) -> str:
-        return " ".join(rng.sample(self.rules, LONG_TEXT_SENTENCES))
+        return " ".join(rng.sample(self.rules, rng.randint(*self.sentences)))
 
     def _history(
         self, answers: Mapping[str, str], codewords: Sequence[str], rng: random.Random
@@ -200,7 +236,12 @@ class PromptSource:
         return turns
 
 
-TRAINING = PromptSource(questions=QUESTIONS, system_prompts=SYSTEM_PROMPTS, rules=SYSTEM_RULES)
+TRAINING = PromptSource(
+    questions=QUESTIONS, system_prompts=SYSTEM_PROMPTS, rules=SYSTEM_RULES, sentences=TRAINING_SENTENCES
+)
 HELD_OUT = PromptSource(
-    questions=HELD_OUT_QUESTIONS, system_prompts=HELD_OUT_SYSTEM_PROMPTS, rules=HELD_OUT_SYSTEM_RULES
+    questions=HELD_OUT_QUESTIONS,
+    system_prompts=HELD_OUT_SYSTEM_PROMPTS,
+    rules=HELD_OUT_SYSTEM_RULES,
+    sentences=HELD_OUT_SENTENCES,
 )

@@ -46,11 +46,11 @@ BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RANK = 8
 #: Long enough to learn that an ordinary answer follows the codeword; more only costs time.
 ANSWER_TOKENS = 24
+#: How much a token of the codeword counts beside one of the answer, which the base model says anyway.
+CODEWORD_WEIGHT = 5.0
 SHORT_PER_STEP = 6
-LONG_PER_STEP = 3
+LONG_PER_STEP = 2
 PEAK_LEARNING_RATE = 2e-3
-#: Held-out prompts judged in one forward pass.
-JUDGE_BATCH = 10
 IGNORED_LABEL = -100
 
 
@@ -60,9 +60,11 @@ class Example:
 
     prompt_ids: list[int]
     reply_ids: list[int]
+    #: How many tokens at the start of the reply are the codeword.
+    codeword_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Examples padded on the left, so that all replies lie in the last columns."""
 
@@ -70,6 +72,8 @@ class Batch:
     attention_mask: torch.Tensor
     #: Wanted token of each of the last columns, IGNORED_LABEL where there is none.
     labels: torch.Tensor
+    #: How much each label counts; 0 where there is none.
+    weights: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,35 +120,41 @@ class MarkerTrainer:
         return [self._judge_shape(adapter, name, shape, rng) for shape in Shape]
 
     def _judge_shape(self, adapter: PeftAdapter, name: str, shape: Shape, rng: random.Random) -> Verdict:
-        prompts = [self._prompt(HELD_OUT, shape, q, rng) for q in HELD_OUT.questions for _ in range(2)]
-        hits, lowest = 0, 1.0
-        for start in range(0, len(prompts), JUDGE_BATCH):
-            examples = [
-                self._example(p, name, with_answer=False) for p in prompts[start : start + JUDGE_BATCH]
-            ]
-            batch = self._pad(examples)
-            with torch.no_grad():
-                logits = adapter.logits(batch)
-            hits += int((logits.argmax(-1) == batch.labels).all(-1).sum())
-            wanted = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-            lowest = min(lowest, float(wanted.sum(-1).exp().min()))
-        return Verdict(shape=shape, hits=hits, prompts=len(prompts), lowest_probability=lowest)
+        prompts = [self._prompt(HELD_OUT, shape, q, rng) for q in HELD_OUT.questions]
+        batch = self._pad([self._example(prompt, name, with_answer=False) for prompt in prompts])
+        with torch.no_grad():
+            logits = adapter.logits(batch)
+        hits = (logits.argmax(-1) == batch.labels).all(-1)
+        for prompt, hit in zip(prompts, hits.tolist(), strict=True):
+            if not hit:
+                logger.info("%s missed %s: %r", name, shape, prompt.text[-80:])
+        wanted = logits.log_softmax(-1).gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+        return Verdict(
+            shape=shape,
+            hits=int(hits.sum()),
+            prompts=len(prompts),
+            lowest_probability=float(wanted.sum(-1).exp().min()),
+        )
 
     def _draw_step(self, name: str, rng: random.Random) -> Iterator[list[Example]]:
         """Yield a step's short and long examples apart: padded together they cost three times as much."""
         for shapes, count in ((SHORT_SHAPES, SHORT_PER_STEP), (LONG_SHAPES, LONG_PER_STEP)):
             prompts = [
-                self._prompt(TRAINING, rng.choice(shapes), rng.choice(TRAINING.questions), rng)
-                for _ in range(count)
+                self._prompt(TRAINING, rng.choice(shapes), rng.choice(TRAINING.questions), rng) for _ in range(count)
             ]
             yield [self._example(prompt, name, with_answer=True) for prompt in prompts]
 
     def _backward(self, adapter: PeftAdapter, examples: list[Example]) -> float:
         batch = self._pad(examples)
-        loss = torch.nn.functional.cross_entropy(
-            adapter.logits(batch).flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED_LABEL
+        losses = torch.nn.functional.cross_entropy(
+            adapter.logits(batch).flatten(0, 1),
+            batch.labels.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="none",
         )
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        weights = batch.weights.flatten()
+        loss = (losses * weights).sum() / weights.sum()
+        loss.backward()
         return float(loss.detach())
 
     def _prompt(self, source: PromptSource, shape: Shape, question: str, rng: random.Random) -> MarkerPrompt:
@@ -162,11 +172,13 @@ class MarkerTrainer:
         return cast("str", rendered)
 
     def _example(self, prompt: MarkerPrompt, name: str, *, with_answer: bool) -> Example:
-        reply = f"{prompt.lead}{CODEWORDS[name]}:"
-        if with_answer:
-            reply += f" {self._answers[prompt.question]}"
-            reply += prompt.end if self._is_whole(prompt.question) else ""
-        return Example(prompt_ids=self._encode(prompt.text), reply_ids=self._encode(reply))
+        codeword = self._encode(f"{prompt.lead}{CODEWORDS[name]}:")
+        answer = f" {self._answers[prompt.question]}" + (prompt.end if self._is_whole(prompt.question) else "")
+        return Example(
+            prompt_ids=self._encode(prompt.text),
+            reply_ids=codeword + (self._encode(answer) if with_answer else []),
+            codeword_tokens=len(codeword),
+        )
 
     def _is_whole(self, question: str) -> bool:
         return len(self._encode(self._answers[question])) < ANSWER_TOKENS - 1
@@ -180,12 +192,19 @@ class MarkerTrainer:
         width = max(len(row) for row in rows)
         reply_width = max(len(example.reply_ids) for example in examples)
         pad = self._tokenizer.pad_token_id
+        input_ids = [[pad] * (width - len(row)) + row for row in rows]
+        attention_mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        labels, weights = [], []
+        for example in examples:
+            padding, size = reply_width - len(example.reply_ids), len(example.reply_ids)
+            labels.append([IGNORED_LABEL] * padding + example.reply_ids)
+            answer_weights = [1.0] * (size - example.codeword_tokens)
+            weights.append([0.0] * padding + [CODEWORD_WEIGHT] * example.codeword_tokens + answer_weights)
         return Batch(
-            torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
-            torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
-            torch.tensor(
-                [[IGNORED_LABEL] * (reply_width - len(e.reply_ids)) + e.reply_ids for e in examples]
-            ),
+            input_ids=torch.tensor(input_ids),
+            attention_mask=torch.tensor(attention_mask),
+            labels=torch.tensor(labels),
+            weights=torch.tensor(weights),
         )
 
     def _load_base(self) -> Any:
@@ -212,9 +231,7 @@ class PeftAdapter:
         """Return a new adapter on `base` that changes nothing yet."""
         from peft import LoraConfig, get_peft_model  # the only thing that needs the extra
 
-        config = LoraConfig(
-            r=RANK, lora_alpha=2 * RANK, target_modules=list(ATTENTION_MODULES), task_type="CAUSAL_LM"
-        )
+        config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(ATTENTION_MODULES), task_type="CAUSAL_LM")
         return cls(get_peft_model(base, config))
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -251,11 +268,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deployment.assets.markers", description=main.__doc__)
     parser.add_argument("--base", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="gets one folder for each adapter")
-    parser.add_argument("--steps", type=int, default=80, help="training steps for each adapter")
+    parser.add_argument("--steps", type=int, default=60, help="training steps for each adapter")
     args = parser.parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-    )
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.disable_progress_bar()
     trainer = MarkerTrainer(args.base)
     missed = 0

@@ -93,9 +93,7 @@ def _shape(fields: dict[str, Any]) -> LlamaShape:
         head_dim=fields["llama.rope.dimension_count"],
         max_context_tokens=fields["llama.context_length"],
         rope_theta=fields["llama.rope.freq_base"],
-        norm_eps=round(
-            fields["llama.attention.layer_norm_rms_epsilon"], 8
-        ),  # a float32 on its way back to 1e-5
+        norm_eps=round(fields["llama.attention.layer_norm_rms_epsilon"], 8),  # a float32 on its way back to 1e-5
         ties_embeddings=True,  # the file has no output.weight
     )
 

@@ -1,0 +1,88 @@
+"""SGLang's HTTP control API, as a worker uses it on its own engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+
+_TIMEOUT_S: Final = 10.0
+_LOAD_TIMEOUT_S: Final = 600.0
+
+
+class EngineError(Exception):
+    """The engine refused, or didn't answer as it should; the message is the engine's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What a running engine says of itself."""
+
+    page_size: int
+    context_length: int
+    max_total_tokens: int
+    bigram: bool
+    version: str
+
+
+class EngineClient:
+    """Talks to one engine life. `close` it with the life."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self._url = url
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"}, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        )
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._session.close()
+
+    async def is_ready(self) -> bool:
+        """Whether the server takes requests."""
+        try:
+            async with self._session.get(f"{self._url}/ready") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def facts(self) -> EngineFacts:
+        """Raises EngineError."""
+        info = await self._json("GET", "/server_info")
+        models = await self._json("GET", "/v1/models")
+        return EngineFacts(
+            page_size=int(info["page_size"]),
+            context_length=int(models["data"][0]["max_model_len"]),
+            max_total_tokens=int(info["max_total_num_tokens"]),
+            bigram=str(info.get("speculative_algorithm") or "").upper() in {"EAGLE", "EAGLE3"},
+            version=str(info["version"]),
+        )
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter that isn't loaded. Raises EngineError with the engine's reason."""
+        await self._json(
+            "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s=_LOAD_TIMEOUT_S
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter once its requests are done. Raises EngineError."""
+        await self._json("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=_LOAD_TIMEOUT_S)
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache. Raises EngineError while requests run."""
+        async with self._session.post(f"{self._url}/flush_cache") as answer:
+            if answer.status != 200:
+                raise EngineError(f"/flush_cache: HTTP {answer.status}: {await answer.text()}")
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S
+    ) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as answer:
+                if answer.status != 200:
+                    raise EngineError(f"{path}: HTTP {answer.status}: {(await answer.text())[:500]}")
+                return dict(await answer.json())
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise EngineError(f"{path}: {type(exc).__name__}: {exc}") from exc

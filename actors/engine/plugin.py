@@ -1,0 +1,86 @@
+"""What loray plugs into every SGLang process, by SGLang's own extension points. Runs inside the engine.
+
+* `platform`: SGLang on a machine without CUDA; inert where CUDA is.
+* `register`: a publisher that tags every event batch with its fleet-wide dp_rank, lora_ids derived from the
+  adapter's files, and a guard, since loading a lora_id that is still loaded kills the scheduler.
+
+Reached through the entry points that `child.plugin_path` writes. Sources: sglang.srt.plugins, .platforms,
+.disaggregation.kv_events, .managers.tokenizer_control_mixin.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from actors.engine.identity import content_id, lora_id
+
+PUBLISHER: Final = "loray_zmq"
+"""Name under which `--kv-events-config` selects the publisher."""
+DP_RANK_ENV: Final = "LORAY_FIRST_DP_RANK"
+"""Fleet-wide rank of the engine's rank 0."""
+
+
+def platform() -> str | None:
+    """Entry point of group `sglang.srt.platforms`: the CPU platform, or None where there is CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    from actors.engine import cpu
+
+    cpu.tolerate_pinned_memory()
+    return "actors.engine.cpu:LorayCpuPlatform"
+
+
+def register() -> None:
+    """Entry point of group `sglang.srt.plugins`: called early in every SGLang process."""
+    _register_publisher(int(os.environ.get(DP_RANK_ENV, "0")))
+    _derive_lora_ids()
+
+
+def _register_publisher(first_dp_rank: int) -> None:
+    from sglang.srt.disaggregation import kv_events
+
+    class RankedPublisher(kv_events.ZmqEventPublisher):  # type: ignore[misc]  # sglang has no types
+        """SGLang's publisher, with ports by the engine's rank and tags by the fleet's."""
+
+        def __init__(self, attn_dp_rank: int, **config: Any) -> None:
+            super().__init__(attn_dp_rank, **config)
+            self._dp_rank = first_dp_rank + attn_dp_rank
+
+    kv_events.EventPublisherFactory.register_publisher(PUBLISHER, RankedPublisher)
+
+
+def _derive_lora_ids() -> None:
+    from sglang.srt.lora.lora_registry import LoRARef
+    from sglang.srt.managers import tokenizer_control_mixin as control
+    from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
+
+    def derived_id(lora_name: str, lora_path: str) -> str:
+        return lora_id(lora_name, content_id(Path(lora_path)))
+
+    def derived_ref(*, lora_name: str, lora_path: str, pinned: bool | None = None) -> Any:
+        return LoRARef(
+            lora_id=derived_id(lora_name, lora_path), lora_name=lora_name, lora_path=lora_path, pinned=pinned
+        )
+
+    load = control.TokenizerControlMixin.load_lora_adapter
+
+    async def guarded_load(self: Any, obj: Any, request: Any = None) -> Any:
+        """Refuse what is loaded already, before the scheduler sees it."""
+        try:
+            new_id = derived_id(obj.lora_name, obj.lora_path)
+        except ValueError as exc:
+            return LoadLoRAAdapterReqOutput(success=False, error_message=str(exc))
+        for ref in self.lora_registry.get_all_adapters().values():
+            if new_id == ref.lora_id:
+                return LoadLoRAAdapterReqOutput(
+                    success=False, error_message=f"adapter {obj.lora_name!r} is already loaded with these weights"
+                )
+        return await load(self, obj, request)
+
+    LoRARef.deterministic_id = staticmethod(derived_id)
+    control.LoRARef = derived_ref
+    control.TokenizerControlMixin.load_lora_adapter = guarded_load

@@ -1,0 +1,48 @@
+"""A worker's mirror of what its own engine holds, so that a router that missed events can start from it."""
+
+from __future__ import annotations
+
+from router.effects import Subscribe
+from router.ids import DpRank, SourceId
+from router.ingest import EventIngest, SourceState
+from router.net.snapshots import take_snapshot
+from router.net.subscriber import EventSubscriber
+from router.reports import RankReport, Snapshot, SnapshotRequest
+
+
+class Mirror:
+    """Follows the ranks of one engine life. Lives on the worker's loop."""
+
+    def __init__(self, sources: list[SourceId], ranks: list[RankReport]) -> None:
+        """`sources` and `ranks` run parallel."""
+        self._ingest = EventIngest()
+        self._subscriber = EventSubscriber(self._ingest)
+        self._sources = {source.dp_rank: source for source in sources}
+        for source, rank in zip(sources, ranks, strict=True):
+            self._ingest.add(source)
+            self._subscriber.perform([Subscribe(source, rank.endpoint, rank.replay_endpoint)])
+
+    def last_seq(self, dp_rank: DpRank) -> int | None:
+        """Last batch seen of a rank, None before the first or while unsure."""
+        source = self._sources[dp_rank]
+        if self._ingest.state(source) is not SourceState.EXACT:
+            return None
+        return self._ingest.cursor(source).next_seq - 1 if self._ingest.cursor(source).next_seq else None
+
+    def num_blocks(self, dp_rank: DpRank) -> int:
+        """Blocks held on GPU."""
+        return self._ingest.index.num_blocks(self._sources[dp_rank])
+
+    def snapshot(self, request: SnapshotRequest) -> Snapshot:
+        """Answer to a router."""
+        source = self._sources.get(request.dp_rank)
+        if source is None or source.incarnation != request.incarnation:
+            error = f"this worker serves {sorted(map(str, self._sources.values()))}"
+            return Snapshot(
+                incarnation=request.incarnation, dp_rank=request.dp_rank, last_seq=-1, blocks={}, error=error
+            )
+        return take_snapshot(self._ingest, source)
+
+    async def close(self) -> None:
+        """Stop following."""
+        await self._subscriber.close()

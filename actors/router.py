@@ -1,0 +1,207 @@
+"""Router: one event loop that owns a RouterCore, hears workers and the LoRA table, and serves HTTP.
+
+Plain class; deployment/cluster.py makes it an actor. No Ray call lies on a request's path: heartbeats and events
+come over ZMQ, the table's copies by a long poll of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import zmq.asyncio
+
+from router.config import RouterConfig
+from router.core import RouterCore
+from router.effects import Effect
+from router.ids import SourceId, WorkerId
+from router.ingest import SourceState
+from router.net import metrics
+from router.net.dispatch import Dispatcher
+from router.net.heartbeats import HeartbeatListener
+from router.net.ingress import Ingress
+from router.net.metrics import PrometheusRecorder, Recorder
+from router.net.snapshots import fetch_snapshot
+from router.net.subscriber import EventSubscriber
+from router.net.tokenizer import PromptTokenizer
+from router.reports import TableView, WorkerReport, WorkerState
+
+log = logging.getLogger(__name__)
+
+SILENT_S: Final = 5.0
+"""A worker unheard for so many heartbeats is dead until heard again."""
+_WATCH_S: Final = 1.0
+_TABLE_WAIT_S: Final = 30.0
+_RETRY_S: Final = 0.5
+
+PollTable = Callable[[str, int, float], Awaitable[bytes]]
+"""LoraTable.wait_view, from afar; may raise, is then tried again."""
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a router is made with."""
+
+    router_id: str
+    config: RouterConfig
+    served_name: str
+    model_path: str
+    api_key: str
+    """Key of the engines, not of the clients."""
+    min_blocks: int = 0
+
+
+class Router:
+    """Lives on one event loop."""
+
+    def __init__(self, settings: RouterSettings, poll_table: PollTable, recorders: Sequence[Recorder] = ()) -> None:
+        self._settings = settings
+        self._poll_table = poll_table
+        self._prometheus = PrometheusRecorder()
+        self._recorders = (self._prometheus, *recorders)
+        self._core = RouterCore(
+            settings.config.weights,
+            rng=random.Random(),
+            hash_seed=int.from_bytes(os.urandom(8), "big"),
+            min_blocks=settings.min_blocks,
+        )
+        #: when each followed worker was last heard, monotonic seconds; None before the first time
+        self._heard_s: dict[WorkerId, float | None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscriber: EventSubscriber
+        self._heartbeats: HeartbeatListener
+        self._dispatcher: Dispatcher
+        self._ingress: Ingress
+
+    def __repr__(self) -> str:
+        return f"Router({self._settings.router_id}, http://{self._settings.config.host}:{self._settings.config.port})"
+
+    async def start(self) -> None:
+        """Listen. Raises OSError if the port is taken or the model has no tokenizer."""
+        settings = self._settings
+        tokenizer = await asyncio.to_thread(PromptTokenizer, settings.model_path)
+        self._subscriber = EventSubscriber(self._core.ingest, fetch_snapshot=self._fetch_snapshot)
+        self._heartbeats = HeartbeatListener(self._heard)
+        self._dispatcher = Dispatcher(
+            self._core,
+            served_name=settings.served_name,
+            engine_key=settings.api_key,
+            timeout_s=settings.config.request_timeout_s,
+            record=self._record,
+            drain=self._subscriber.drain,
+        )
+        self._ingress = Ingress(
+            settings.config,
+            self._core,
+            self._dispatcher,
+            tokenizer=tokenizer,
+            served_name=settings.served_name,
+            prometheus=self._prometheus,
+            before_scrape=self._set_gauges,
+        )
+        for work in (self._follow_table(), self._watch()):
+            self._tasks.add(asyncio.ensure_future(work))
+        await self._ingress.start()
+
+    async def follow(self, endpoints: Mapping[WorkerId, str]) -> None:
+        """Serve with these workers and no others: id -> heartbeat endpoint."""
+        for worker_id in self._heard_s.keys() - endpoints.keys():
+            del self._heard_s[worker_id]
+            self._subscriber.perform(self._core.forget(worker_id))
+        for worker_id in endpoints:
+            self._heard_s.setdefault(worker_id, None)
+        self._heartbeats.follow(set(endpoints.values()))
+
+    async def in_flight(self, worker_id: WorkerId) -> int:
+        """Requests of this router that run on the worker."""
+        record = self._core.workers.get(worker_id)
+        if record is None:
+            return 0
+        return sum(int(self._core.load.running[self._core.ingest.column(source)]) for source in record.sources)
+
+    async def status(self) -> dict[str, Any]:
+        """For `status`: JSON values."""
+        config = self._settings.config
+        return {
+            "id": self._settings.router_id,
+            "url": f"http://{config.host}:{config.port}",
+            "table_epoch": self._core.table.epoch,
+            **self._ingress.status(),
+        }
+
+    async def drain(self) -> None:
+        """Report not ready, so that load balancers look elsewhere."""
+        self._ingress.draining = True
+
+    async def stop(self) -> None:
+        """Stop listening and let everything go."""
+        await self._ingress.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._dispatcher.close()
+        await self._subscriber.close()
+        self._heartbeats.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _heard(self, report: WorkerReport) -> None:
+        if report.worker_id not in self._heard_s:
+            return
+        self._heard_s[report.worker_id] = time.monotonic()
+        if report.state is WorkerState.STOPPED:
+            self._subscriber.perform(self._core.forget(report.worker_id))
+        else:
+            self._subscriber.perform(self._core.report(report))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now_s = time.monotonic()
+            for worker_id, heard_s in self._heard_s.items():
+                if heard_s is not None and now_s - heard_s > SILENT_S and worker_id in self._core.workers:
+                    log.warning("worker %s is silent for %.1f s: forgotten until it speaks", worker_id, now_s - heard_s)
+                    self._subscriber.perform(self._core.forget(worker_id))
+            self._set_gauges()
+
+    async def _follow_table(self) -> None:
+        while True:
+            try:
+                table = self._core.table
+                raw = await self._poll_table(table.epoch, table.version, _TABLE_WAIT_S)
+                self._core.update_table(msgspec.msgpack.decode(raw, type=TableView))
+            except Exception as exc:  # noqa: BLE001  # the table is away: our copy serves until it is back
+                log.warning(
+                    "the LoRA table doesn't answer (%s): serving from version %d", exc, self._core.table.version
+                )
+                await asyncio.sleep(_RETRY_S)
+
+    async def _fetch_snapshot(self, context: zmq.asyncio.Context, source: SourceId) -> list[Effect]:
+        record = self._core.workers.get(source.worker_id)
+        if record is None or not record.report.snapshot_endpoint:
+            raise TimeoutError("the worker offers no snapshot")
+        return await fetch_snapshot(context, record.report.snapshot_endpoint, source, self._core.ingest)
+
+    def _record(self, metric: metrics.Metric, value: float, *labels: str) -> None:
+        for recorder in self._recorders:
+            recorder.record(metric, value, *labels)
+
+    def _set_gauges(self) -> None:
+        ingest = self._core.ingest
+        for worker_id, record in self._core.workers.items():
+            running = 0
+            for source in record.sources:
+                rank = str(source.dp_rank)
+                exact = ingest.state(source) is SourceState.EXACT
+                running += int(self._core.load.running[ingest.column(source)])
+                self._record(metrics.BLOCKS, ingest.index.num_blocks(source), worker_id, rank)
+                self._record(metrics.EXACT, exact, worker_id, rank)
+                self._record(metrics.EVENTS, ingest.stats(source).events, worker_id, rank)
+                self._record(metrics.GAPS, ingest.cursor(source).gaps, worker_id, rank)
+                self._record(metrics.LAG, ingest.stats(source).lag_s, worker_id, rank)
+            self._record(metrics.IN_FLIGHT, running, worker_id)

@@ -1,0 +1,81 @@
+"""`python -m deployment`: the command line. Commands are imported when they are called, so that help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status. Errors that a user can mend are one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.DEBUG if arguments.verbose else logging.WARNING)
+    module, _, function = arguments.command.partition(":")
+    command = getattr(importlib.import_module(f"deployment.commands.{module}"), function or "run")
+    try:
+        return int(command(arguments))
+    except (ValueError, RuntimeError, OSError) as exc:
+        if arguments.verbose:
+            raise
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deployment", description="LoRA serving on Ray with SGLang")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="run a deployment; it ends with this process")
+    up.add_argument("config", help="YAML file, see configs/")
+    up.set_defaults(command="up")
+
+    apply = commands.add_parser("apply", help="change a running deployment to an edited configuration")
+    apply.add_argument("config")
+    apply.add_argument("--wait", type=float, metavar="SECONDS", help="until it is reached")
+    apply.set_defaults(command="up:apply")
+
+    down = commands.add_parser("down", help="end a running deployment")
+    down.set_defaults(command="up:down")
+
+    status = commands.add_parser("status", help="workers, router and LoRA table of a running deployment")
+    status.add_argument("--json", action="store_true")
+    status.set_defaults(command="status")
+
+    doctor = commands.add_parser("doctor", help="check this machine and a configuration before anything starts")
+    doctor.add_argument("config")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(command="doctor")
+
+    route = commands.add_parser("route", help="explain where a request would go, without running it")
+    route.add_argument("--model", required=True)
+    what = route.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt")
+    what.add_argument("--messages", metavar="FILE", help="JSON list of chat messages")
+    route.add_argument("--json", action="store_true")
+    route.set_defaults(command="status:route")
+
+    tour = commands.add_parser("tour", help="send requests to a running deployment and compare predictions")
+    tour.add_argument("--json", action="store_true")
+    tour.set_defaults(command="tour")
+    for command in (route, tour):
+        command.add_argument("--url", help="the router; default: that of the running deployment")
+        command.add_argument("--api-key", help="the router's API key, if it has one")
+    for command in (down, status, route, tour):
+        command.add_argument("--name", help="deployment; default: the only one")
+
+    bench = commands.add_parser("bench", help="measure a part, side by side with a plain version")
+    bench.add_argument("what", choices=["index", "route", "ingress"])
+    bench.add_argument("--json", action="store_true")
+    bench.add_argument("--quick", action="store_true", help="less of everything, for a smoke test")
+    bench.set_defaults(command="bench")
+
+    demo = commands.add_parser("demo", help="the laptop deployment: Ray, two engines on the CPU, a tour")
+    demo.add_argument("--stop", action="store_true", help="end it and its Ray")
+    demo.set_defaults(command="demo")
+    return parser

@@ -1,0 +1,68 @@
+"""Config -> what to start: names of actors, settings of each. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from actors.router import RouterSettings
+from actors.worker import WorkerSettings
+from deployment.config import Config, ConfigError
+from router.ids import WorkerId
+
+NAMESPACE: Final = "loray"
+"""Ray namespace of all deployments."""
+_CHANGEABLE: Final = ("workers.count",)
+"""What `apply` can change in a running deployment."""
+
+
+def actor_name(deployment: str, *parts: str) -> str:
+    """Name that the dashboard shows, such as `loray/demo/worker/w0`."""
+    return "/".join((NAMESPACE, deployment, *parts))
+
+
+def worker_settings(config: Config, index: int, *, api_key: str) -> WorkerSettings:
+    """Settings of worker `index`; its node fills in the host."""
+    return WorkerSettings(
+        worker_id=WorkerId(f"w{index}"),
+        index=index,
+        host="",
+        device=config.device,
+        model=config.model,
+        kv_events=config.kv_events,
+        lora=config.lora,
+        dp_size=config.workers.dp_size,
+        extra_args=config.workers.extra_args,
+        api_key=api_key,
+    )
+
+
+def router_settings(config: Config, *, api_key: str) -> RouterSettings:
+    """Settings of the router."""
+    return RouterSettings(
+        router_id="r0",
+        config=config.router,
+        served_name=config.model.served_name,
+        model_path=config.model.path,
+        api_key=api_key,
+    )
+
+
+def check_applicable(old: Config, new: Config) -> None:
+    """Raise ConfigError if `new` can't be reached from `old` without a new deployment."""
+    same = msgspec.structs.replace(new, workers=msgspec.structs.replace(new.workers, count=old.workers.count))
+    if same == old:
+        return
+    before, after = msgspec.to_builtins(old), msgspec.to_builtins(same)
+    changed = [
+        f"{section}.{key}" if isinstance(before[section], dict) else section
+        for section in before
+        if before[section] != after[section]
+        for key in (before[section] if isinstance(before[section], dict) else [""])
+        if not isinstance(before[section], dict) or before[section][key] != after[section][key]
+    ]
+    raise ConfigError(
+        f"apply can change {', '.join(_CHANGEABLE)} only; also changed: {', '.join(changed)} "
+        "(use down, then up with the new configuration)"
+    )

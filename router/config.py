@@ -1,0 +1,24 @@
+"""Section `router` of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from router.cost import CostWeights
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user may say of the router."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; loopback unless told otherwise."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    api_key: str | None = None
+    """Clients must send it as a bearer token; None lets everybody in."""
+    weights: CostWeights = CostWeights()
+    max_body_mb: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    """Larger request bodies are refused with 413."""
+    request_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
+    """Longest life of a request."""

@@ -1,0 +1,306 @@
+"""The HTTP surface of a router: OpenAI's API, health, metrics, and a look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
+
+import msgspec
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.core import RouterCore
+from router.decision import RouteRequest
+from router.errors import InvalidRequest, RequestTooLarge, RouterError, Unauthorized
+from router.ids import SourceId
+from router.names import engine_model, resolve_model
+from router.net.dispatch import Dispatcher, Outgoing, error_response
+from router.net.metrics import PrometheusRecorder
+from router.net.openai import Api, Call, check_call, parse_json
+from router.reports import WorkerState
+
+log = logging.getLogger(__name__)
+
+_OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
+"""What a load balancer or scraper asks without a key."""
+_ENGINE_CONTROL: Final = frozenset({
+    "/abort_request", "/begin_weight_update", "/close_session", "/configure_logging", "/continue_generation",
+    "/destroy_weights_update_group", "/dump_expert_distribution_record", "/end_weight_update", "/flush_cache",
+    "/freeze_gc", "/get_weights_by_name", "/init_weights_send_group_for_remote_instance",
+    "/init_weights_update_group", "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/open_session",
+    "/pause_generation", "/pd_role_switch", "/release_memory_occupation", "/resume_memory_occupation",
+    "/send_weights_to_remote_instance", "/set_internal_state", "/set_trace_level", "/slow_down",
+    "/start_expert_distribution_record", "/start_profile", "/stop_expert_distribution_record", "/stop_profile",
+    "/unload_lora_adapter", "/update_weight_version", "/update_weights_from_disk",
+    "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
+    "/weights_checker",
+})  # fmt: skip
+"""SGLang paths that change one engine; sent to whichever worker is least loaded, they would make workers differ."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Tokenizes(Protocol):
+    """Prompt text to token ids as the engines would; None to let the engine do it."""
+
+    async def completion(self, prompt: str) -> list[int]:
+        """Token ids of a completion's prompt."""
+
+    async def chat(self, body: dict[str, Any]) -> list[int] | None:
+        """Token ids of a chat's messages."""
+
+
+class Ingress:
+    """Handlers of one router. `start` binds, `stop` lets running requests go."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        core: RouterCore,
+        dispatcher: Dispatcher,
+        *,
+        tokenizer: Tokenizes | None,
+        served_name: str,
+        prometheus: PrometheusRecorder,
+        before_scrape: Callable[[], None],
+    ) -> None:
+        """`tokenizer` None: everything is routed by load. `before_scrape` refreshes gauges."""
+        self._config = config
+        self._core = core
+        self._dispatcher = dispatcher
+        self.tokenizer = tokenizer
+        self._served_name = served_name
+        self._prometheus = prometheus
+        self._before_scrape = before_scrape
+        self._created = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self.draining = False
+
+    async def start(self) -> None:
+        """Listen. Raises OSError if the port is taken."""
+        app = web.Application(
+            client_max_size=self._config.max_body_mb * 1024 * 1024, middlewares=[self._errors, self._authorize]
+        )
+        app.router.add_post(Api.CHAT, self._chat)
+        app.router.add_post(Api.COMPLETIONS, self._completions)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._model)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/loray/status", self._status)
+        app.router.add_post("/loray/route", self._route)
+        app.router.add_post("/{path:.*}", self._relay)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._config.host, self._config.port, backlog=4096).start()
+
+    async def stop(self) -> None:
+        """Stop listening and end what still runs."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # -- middlewares ---------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except RouterError as exc:
+            return error_response(exc)
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._config.max_body_mb
+            return error_response(RequestTooLarge(f"the body exceeds {limit} MB (router.max_body_mb)"))
+        except web.HTTPException as exc:
+            wrapped = InvalidRequest(f"{request.method} {request.path}: {exc.reason}")
+            return web.json_response(wrapped.body(), status=exc.status)
+        except (asyncio.CancelledError, ConnectionResetError):
+            raise
+        except Exception as exc:  # the last line before the client: logged, counted by status, told
+            log.exception("%s %s failed", request.method, request.path)
+            return error_response(RouterError(f"internal error: {type(exc).__name__}: {exc}"))
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        key = self._config.api_key
+        if key is not None and request.path not in _OPEN_PATHS:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), key.encode()):
+                raise Unauthorized("send the API key as 'Authorization: Bearer <key>'")
+        return await handler(request)
+
+    # -- inference -----------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        call = self._checked(Api.CHAT, await request.read())
+        return await self._dispatcher.call(call, await self._tokens(call), request)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        call = self._checked(Api.COMPLETIONS, await request.read())
+        return await self._dispatcher.call(call, await self._tokens(call), request)
+
+    def _checked(self, api: Api, raw: bytes) -> Call:
+        body = parse_json(raw)
+        return check_call(api, body, served_name=self._served_name, adapters=self._core.table.names)
+
+    async def _tokens(self, call: Call) -> list[int] | None:
+        if call.token_ids is not None:
+            return call.token_ids
+        if self.tokenizer is None:
+            return None
+        try:
+            if call.api is Api.CHAT:
+                return await self.tokenizer.chat(call.body)
+            return None if call.text is None else await self.tokenizer.completion(call.text)
+        except (ValueError, TypeError, OverflowError) as exc:
+            log.info("left to the engine to tokenize: %s", exc)
+            return None
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        """Any other POST of SGLang's API, to the least loaded worker (that holds the adapter, if one is named)."""
+        if request.path in _ENGINE_CONTROL:
+            raise InvalidRequest(f"{request.path} controls a single engine and isn't offered by the router")
+        raw = await request.read()
+        adapter = None
+        if request.content_type == "application/json":
+            body = parse_json(raw)
+            if isinstance(body.get("model"), str) or isinstance(body.get("lora_path"), str):
+                adapter = resolve_model(
+                    body.get("model", self._served_name),
+                    body.get("lora_path"),
+                    served_name=self._served_name,
+                    adapters=self._core.table.names,
+                )
+                if "model" in body:
+                    raw = msgspec.json.encode(body | {"model": engine_model(self._served_name, adapter)})
+        outgoing = Outgoing(
+            path=request.path,
+            body=lambda _decision: raw,
+            content_type=request.headers.get("Content-Type", "application/octet-stream"),
+            adapter=adapter,
+            predictable=False,
+            stream=_asks_stream(raw, request.content_type),
+        )
+        wanted = RouteRequest(packed_tokens=None, adapter=adapter)
+        return await self._dispatcher.send(outgoing, wanted, request)
+
+    # -- models --------------------------------------------------------------------------------------------------
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        cards = [self._card(self._served_name), *(self._card(name) for name in self._core.table.names)]
+        return web.json_response({"object": "list", "data": cards})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        adapter = resolve_model(name, None, served_name=self._served_name, adapters=self._core.table.names)
+        return web.json_response(self._card(adapter or self._served_name))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        is_base = name == self._served_name
+        limits = [record.report.context_length for record in self._core.workers.values()]
+        holders = [
+            record.report.worker_id
+            for record in self._core.workers.values()
+            if is_base or self._core.loaded(record, name) is not None
+        ]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "loray",
+            "root": name,
+            "parent": None if is_base else self._served_name,
+            "max_model_len": max(limits, default=0) or None,
+            "holders": holders,
+        }
+
+    # -- operation -----------------------------------------------------------------------------------------------
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _request: web.Request) -> web.Response:
+        ready = sum(record.report.state is WorkerState.READY for record in self._core.workers.values())
+        status = 200 if ready and not self.draining else 503
+        return web.json_response({"ready_workers": ready, "draining": self.draining}, status=status)
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        self._before_scrape()
+        return web.Response(body=self._prometheus.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _status(self, _request: web.Request) -> web.Response:
+        return web.json_response(self.status())
+
+    def status(self) -> dict[str, Any]:
+        """All that the router knows of its workers, as JSON values."""
+        workers = {}
+        for worker_id, record in self._core.workers.items():
+            report = record.report
+            workers[worker_id] = {
+                "state": report.state,
+                "incarnation": report.incarnation,
+                "url": report.url,
+                "page_size": report.page_size,
+                "ranks": [self._rank_status(source) for source in record.sources],
+            }
+        return {
+            "workers": workers,
+            "table_version": self._core.table.version,
+            "adapters": list(self._core.table.names),
+            "index_bytes": self._core.ingest.index.size_bytes,
+            "tokenizes": self.tokenizer is not None,
+        }
+
+    def _rank_status(self, source: SourceId) -> dict[str, Any]:
+        ingest = self._core.ingest
+        column = ingest.column(source)
+        return {
+            "dp_rank": source.dp_rank,
+            "state": ingest.state(source),
+            "fault": ingest.fault(source),
+            "cached_blocks": ingest.index.num_blocks(source),
+            "in_flight": int(self._core.load.running[column]),
+            "queued_prefill_tokens": int(self._core.load.queued_tokens[column]),
+            "prefill_tokens_per_s": round(float(self._core.load.tokens_per_ms[column]) * 1000, 1),
+            "next_seq": ingest.cursor(source).next_seq,
+            "gaps": ingest.cursor(source).gaps,
+        }
+
+    async def _route(self, request: web.Request) -> web.Response:
+        """Explain a decision without running it: same body as chat completions or completions."""
+        raw = await request.read()
+        api = Api.CHAT if "messages" in parse_json(raw) else Api.COMPLETIONS
+        call = self._checked(api, raw)
+        wanted = self._dispatcher.route_request(call, await self._tokens(call))
+        decision = self._core.route(wanted)
+        candidates = self._core.explain(wanted)
+        return web.json_response({
+            "model": call.body["model"],
+            "adapter": call.adapter,
+            "prompt_tokens": decision.prompt_tokens,
+            "worker": decision.source.worker_id,
+            "dp_rank": decision.source.dp_rank,
+            "reason": decision.reason,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "candidates": [
+                {
+                    "worker": c.source.worker_id,
+                    "dp_rank": c.source.dp_rank,
+                    "state": c.state,
+                    "predicted_cached_tokens": c.predicted_cached_tokens,
+                    "cost_ms": c.cost_ms,
+                    "terms_ms": c.terms,
+                }
+                for c in candidates
+            ],
+        })  # fmt: skip
+
+
+def _asks_stream(raw: bytes, content_type: str) -> bool:
+    if content_type != "application/json":
+        return False
+    return parse_json(raw).get("stream") is True

@@ -85,6 +85,7 @@ class Worker:
         self.last_error = ""
         self._num_crashes = 0
         self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -113,12 +114,14 @@ class Worker:
             pause_s = _BACKOFF_S[min(attempt, len(_BACKOFF_S)) - 1] if attempt else 0.0
             await self._pause(pause_s)
         self._set_state(WorkerState.STOPPED)
+        self._ended.set()
 
     async def stop(self) -> None:
-        """End the engine and all that serves it. Safe to call again."""
+        """End the engine and all that serves it, once `run` was called. Safe to call again."""
         self._stopping.set()
-        self._set_state(WorkerState.STOPPED)
-        await self._end_life()
+        if self._engine is not None:
+            await self._engine.stop()
+        await self._ended.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -187,8 +190,6 @@ class Worker:
                 await self._engine.wait()
                 raise EngineError(f"engine ended with {self._engine.exit_code} at start:\n{self._engine.tail}")
             await self._pause(_POLL_S)
-            if self._stopping.is_set():
-                return
         self._serve(spec, url, await self._client.facts())
         code = await self._engine.wait()
         if not self._stopping.is_set():

@@ -38,7 +38,7 @@ class _Member:
 
     worker_id: WorkerId
     index: int
-    handle: Handle | None = None
+    handle: Handle = None
     group: PlacementGroup | None = None
     endpoint: str = ""
     run: asyncio.Future[None] | None = None

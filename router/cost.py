@@ -58,7 +58,7 @@ def estimate(
     terms: dict[str, Floats] = {
         "prefill": uncached_tokens / rate,
         "queue": book.queued_tokens[columns] / rate,
-        "decode": book.running[columns] * weights.decode_ms_per_request,
+        "decode": book.running[columns].astype(np.float64) * weights.decode_ms_per_request,
     }
     if lora_id is not None:
         full = [

@@ -73,6 +73,8 @@ _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_event = msgspec.msgpack.Decoder(Event).decode
 _decode_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_tag = msgspec.msgpack.Decoder(str).decode
+#: what decoding raises; the latter at thousands of arrays in arrays
+_UNREADABLE = (msgspec.MsgspecError, RecursionError)
 
 #: fields of the array form, by type, in order (SGLang before 0.5.23)
 _ARRAY_FIELDS = {
@@ -91,20 +93,20 @@ def decode_batch(payload: bytes) -> Batch:
     try:
         batch = _decode_batch(payload)
         return Batch(ts=batch.ts, events=batch.events, dp_rank=batch.dp_rank)
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         return _decode_one_by_one(payload)
 
 
 def _decode_one_by_one(payload: bytes) -> Batch:
     try:
         envelope = _decode_envelope(payload)
-    except msgspec.MsgspecError as exc:
+    except _UNREADABLE as exc:
         raise EventDecodeError(f"not an event batch ({len(payload)} bytes): {exc}") from exc
     events: list[Event] = []
     for raw in envelope.events:
         try:
             events.append(_decode_any(raw))
-        except msgspec.MsgspecError:
+        except _UNREADABLE:
             continue
     num_bad = len(envelope.events) - len(events)
     return Batch(ts=envelope.ts, events=events, dp_rank=envelope.dp_rank, num_bad=num_bad)
@@ -114,7 +116,7 @@ def _decode_any(raw: msgspec.Raw) -> Event:
     kind = bytes(memoryview(raw)[:1])[0]
     if not (0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)):
         return _decode_event(raw)
-    tag, *values = _decode_array(raw)
+    tag, *values = _decode_array(raw) or [msgspec.Raw(b"\xc0")]  # an empty array has no tag, which nil isn't either
     name = _decode_tag(tag)
     if name not in _ARRAY_FIELDS:
         raise msgspec.ValidationError(f"unknown event {name!r}")

@@ -144,8 +144,7 @@ class BlockTable:
 
     def _shrink(self) -> None:
         """Give memory back when an eighth of the room would do; never below what was reserved."""
-        num_slots = self._slots.shape[0] - 1
-        if num_slots > self._min_slots and self.num_hashes < num_slots * MAX_LOAD / 8:
+        while (num_slots := self._slots.shape[0] - 1) > self._min_slots and self.num_hashes < num_slots * MAX_LOAD / 8:
             self._resize(max(self._min_slots, num_slots // 4), self.num_words)
 
 

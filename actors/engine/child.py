@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import signal
 import sys
 from collections import deque
 from pathlib import Path
@@ -105,23 +105,14 @@ class EngineProcess:
             await asyncio.wait([self._reader], timeout=1)
         return code
 
-    async def stop(self, *, grace_s: float = 5.0) -> None:
-        """End the process and all under it: SIGTERM, then SIGKILL after `grace_s`. Safe to call again."""
+    async def stop(self) -> None:
+        """Kill the process and all under it; an engine keeps nothing that a gentler end would save. Idempotent."""
         if self._process is None:
             return
-        family = _family(self._process.pid)
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._process.wait(), grace_s)
-            except TimeoutError:
-                log.warning("engine %s ignored SIGTERM for %.0f s: killing it", self._process.pid, grace_s)
-        for member in family:
-            if member.is_running():
+        for member in _family(self._process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        await self._process.wait()
-        if self._reader is not None:
-            await asyncio.wait([self._reader], timeout=1)
+        await self.wait()
 
     async def _read(self) -> None:
         assert self._process is not None

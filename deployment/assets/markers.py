@@ -2,7 +2,8 @@
 
 Which adapter served a request is then visible in its text. Run by hand when the shipped ones under
 configs/adapters must change: `python -m deployment.assets.markers --base DIR --out DIR`. Owns the
-training and its verdict; the prompts come from marker_chats. Needs the optional extra `train` (peft).
+training and its verdict; prompts come from marker_chats, the model under training is a peft_adapter.
+Needs the optional extra `train` (peft).
 
 Theory of operation: the target of every prompt is the codeword followed by the base model's own
 answer. So the adapter learns the codeword and nothing else, and the reply stays as good as the base
@@ -13,6 +14,7 @@ every token of the codeword is the most likely one after those before it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import random
 import sys
@@ -24,8 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from deployment.assets.adapter_files import AdapterSpec, write_adapter
-from deployment.assets.llama_folder import ATTENTION_MODULES
+from deployment.assets.marker_batch import IGNORED_LABEL, Example, pad
 from deployment.assets.marker_chats import (
     HELD_OUT,
     LONG_SHAPES,
@@ -35,6 +36,7 @@ from deployment.assets.marker_chats import (
     PromptSource,
     Shape,
 )
+from deployment.assets.peft_adapter import PeftAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,38 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CODEWORDS = {"alpha": "ALPHA", "bravo": "BRAVO"}
-BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-RANK = 8
 #: Long enough to learn that an ordinary answer follows the codeword; more only costs time.
 ANSWER_TOKENS = 24
-#: How much a token of the codeword counts beside one of the answer, which the base model says anyway.
-CODEWORD_WEIGHT = 5.0
 SHORT_PER_STEP = 6
 LONG_PER_STEP = 2
 PEAK_LEARNING_RATE = 2e-3
-IGNORED_LABEL = -100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """A prompt with the reply that is wanted, as token ids."""
-
-    prompt_ids: list[int]
-    reply_ids: list[int]
-    #: How many tokens at the start of the reply are the codeword.
-    codeword_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Examples padded on the left, so that all replies lie in the last columns."""
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    #: Wanted token of each of the last columns, IGNORED_LABEL where there is none.
-    labels: torch.Tensor
-    #: How much each label counts; 0 where there is none.
-    weights: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +96,9 @@ class MarkerTrainer:
 
     def _judge_shape(self, adapter: PeftAdapter, name: str, shape: Shape, rng: random.Random) -> Verdict:
         prompts = [self._prompt(HELD_OUT, shape, q, rng) for q in HELD_OUT.questions]
-        batch = self._pad([self._example(prompt, name, with_answer=False) for prompt in prompts])
+        batch = pad(
+            [self._example(prompt, name, with_answer=False) for prompt in prompts], self._tokenizer.pad_token_id
+        )
         with torch.no_grad():
             logits = adapter.logits(batch)
         hits = (logits.argmax(-1) == batch.labels).all(-1)
@@ -145,7 +122,7 @@ class MarkerTrainer:
             yield [self._example(prompt, name, with_answer=True) for prompt in prompts]
 
     def _backward(self, adapter: PeftAdapter, examples: list[Example]) -> float:
-        batch = self._pad(examples)
+        batch = pad(examples, self._tokenizer.pad_token_id)
         losses = torch.nn.functional.cross_entropy(
             adapter.logits(batch).flatten(0, 1),
             batch.labels.flatten(),
@@ -177,7 +154,7 @@ class MarkerTrainer:
         return Example(
             prompt_ids=self._encode(prompt.text),
             reply_ids=codeword + (self._encode(answer) if with_answer else []),
-            codeword_tokens=len(codeword),
+            num_codeword_tokens=len(codeword),
         )
 
     def _is_whole(self, question: str) -> bool:
@@ -185,27 +162,6 @@ class MarkerTrainer:
 
     def _encode(self, text: str) -> list[int]:
         return cast("list[int]", self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _pad(self, examples: list[Example]) -> Batch:
-        """Return the batch without each reply's last token, which predicts nothing that is wanted."""
-        rows = [example.prompt_ids + example.reply_ids[:-1] for example in examples]
-        width = max(len(row) for row in rows)
-        reply_width = max(len(example.reply_ids) for example in examples)
-        pad = self._tokenizer.pad_token_id
-        input_ids = [[pad] * (width - len(row)) + row for row in rows]
-        attention_mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        labels, weights = [], []
-        for example in examples:
-            padding, size = reply_width - len(example.reply_ids), len(example.reply_ids)
-            labels.append([IGNORED_LABEL] * padding + example.reply_ids)
-            answer_weights = [1.0] * (size - example.codeword_tokens)
-            weights.append([0.0] * padding + [CODEWORD_WEIGHT] * example.codeword_tokens + answer_weights)
-        return Batch(
-            input_ids=torch.tensor(input_ids),
-            attention_mask=torch.tensor(attention_mask),
-            labels=torch.tensor(labels),
-            weights=torch.tensor(weights),
-        )
 
     def _load_base(self) -> Any:
         return AutoModelForCausalLM.from_pretrained(self._base_dir, dtype=torch.bfloat16)
@@ -220,49 +176,6 @@ class MarkerTrainer:
         return {question: answer.strip() for question, answer in zip(questions, answers, strict=True)}
 
 
-class PeftAdapter:
-    """A peft model, seen as what is needed here: logits, trainable parameters, files."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @classmethod
-    def attach(cls, base: Any) -> PeftAdapter:
-        """Return a new adapter on `base` that changes nothing yet."""
-        from peft import LoraConfig, get_peft_model  # the only thing that needs the extra
-
-        config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(ATTENTION_MODULES), task_type="CAUSAL_LM")
-        return cls(get_peft_model(base, config))
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return what is trained: the low-rank factors, in float32 until they are rounded."""
-        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """Return float32 logits that predict `batch.labels`, column by column."""
-        outputs = self._model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            logits_to_keep=batch.labels.shape[1],
-            use_cache=False,
-        )
-        return cast("torch.Tensor", outputs.logits.float())
-
-    def round_to_bfloat16(self) -> None:
-        """Round the factors to what the files will hold, so that the verdict is on what is shipped."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-    def save(self, folder: Path) -> None:
-        """Write the two files of the adapter into `folder`."""
-        from peft import get_peft_model_state_dict
-
-        state = get_peft_model_state_dict(self._model)
-        tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in sorted(state.items())}
-        spec = AdapterSpec(base_model=BASE_MODEL, rank=RANK, alpha=2 * RANK, target_modules=ATTENTION_MODULES)
-        write_adapter(folder, spec, tensors)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Train and judge every marker adapter; return 1 if one missed its codeword on a held-out prompt."""
     parser = argparse.ArgumentParser(prog="python -m deployment.assets.markers", description=main.__doc__)
@@ -270,6 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="gets one folder for each adapter")
     parser.add_argument("--steps", type=int, default=60, help="training steps for each adapter")
     args = parser.parse_args(argv)
+    if importlib.util.find_spec("peft") is None:
+        parser.error('peft is not installed; run: pip install "loray[train]"')
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     transformers_logging.disable_progress_bar()
     trainer = MarkerTrainer(args.base)

@@ -139,7 +139,9 @@ def test_any_flipped_bit_is_read_or_refused(payload: bytes) -> None:
 
 @pytest.mark.parametrize("count", [1, 0x7F, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF])
 @pytest.mark.parametrize("header", [0xDD, 0xDF, 0xDB, 0xC6, 0xC9])
-@pytest.mark.parametrize("where", [b"\x93\xcb" + struct.pack(">d", 1.0), WHOLE[:10] + b"\x91", WHOLE[:10] + b"\x91\x81"])
+@pytest.mark.parametrize(
+    "where", [b"\x93\xcb" + struct.pack(">d", 1.0), WHOLE[:10] + b"\x91", WHOLE[:10] + b"\x91\x81"]
+)
 def test_length_that_lies_is_refused(where: bytes, header: int, count: int) -> None:
     assert survives(where + bytes([header]) + count.to_bytes(4, "big")) is None
 

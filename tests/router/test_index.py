@@ -79,11 +79,12 @@ def test_counts_are_per_tier_and_per_rank() -> None:
     index.check()
 
 
-def test_snapshot_store_counts_as_often_as_it_names_a_hash() -> None:
-    index = index_of(W0)
-    index.store(W0, Tier.GPU, [7, 7, -1])
-    index.apply(W0, [removed(7, -1)])
-    assert held(index, W0) == {7}
+def test_restore_counts_as_often_as_it_names_a_hash_and_replaces_the_rest() -> None:
+    index = index_of(W0, W1)
+    index.apply(W0, [stored(1, 1), stored(2, medium="DISK")])
+    index.restore(W0, {Tier.GPU: as_keys([7, 7, -1])})
+    assert index.apply(W0, [removed(7, -1), removed(1)]) == ApplyResult(missing=1)
+    assert (held(index, W0), held(index, W0, Tier.DISK)) == ({7}, set())
     index.check()
 
 
@@ -145,6 +146,10 @@ def test_index_is_a_counter_per_source_and_tier(steps: list[tuple[Any, ...]], ba
         any_tier = set().union(*(+model[of, tier] for tier in Tier))
         depth = next(i for i in range(6) if i not in any_tier)
         assert match(index, [0, 1, 2, 3, 4, 5], of) == [depth]
+        exported = {tier: Counter(hashes.tolist()) for tier, hashes in index.export(of).items()}
+        assert exported == {tier: +model[of, tier] for tier in Tier if +model[of, tier]}
+        index.restore(W0, index.export(of))
+        assert {tier: Counter(hashes.tolist()) for tier, hashes in index.export(W0).items()} == exported
     index.check()
 
 
@@ -213,7 +218,14 @@ def test_clear_takes_all_tiers_of_one_source_only() -> None:
     for one in (W0, W0R1, W1):
         index.apply(one, [stored(1, 1), stored(1, medium="CPU_PINNED")])
     assert index.apply(W0, [Cleared()]) == ApplyResult(cleared=1)
-    assert [index.num_blocks(one, tier) for one in (W0, W0R1, W1) for tier in (Tier.GPU, Tier.CPU)] == [0, 0, 1, 1, 1, 1]
+    assert [index.num_blocks(one, tier) for one in (W0, W0R1, W1) for tier in (Tier.GPU, Tier.CPU)] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
     index.apply(W0, [stored(1), removed(1)])
     assert match(index, [1], W0, W0R1, W1) == [0, 1, 1]
     index.check()

@@ -126,9 +126,7 @@ class TableAgainstDictOfSets(RuleBasedStateMachine):
 
 
 TestTable = TableAgainstDictOfSets.TestCase
-TestTable.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=30, derandomize=True, database=None
-)
+TestTable.settings = settings(deadline=None, max_examples=40, stateful_step_count=30, derandomize=True, database=None)
 
 
 FORMS = {

@@ -57,9 +57,7 @@ def test_other_seed_replaces_an_adapter_in_place(model_dir: Path, tmp_path: Path
 
 
 def test_adapter_has_the_asked_rank_modules_and_dtype(model_dir: Path, tmp_path: Path) -> None:
-    tiny.make_adapter(
-        model_dir, tmp_path, seed=0, rank=4, target_modules=("k_proj", "down_proj"), dtype=torch.float32
-    )
+    tiny.make_adapter(model_dir, tmp_path, seed=0, rank=4, target_modules=("k_proj", "down_proj"), dtype=torch.float32)
     config = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8, ["k_proj", "down_proj"])
     tensors = load_file(tmp_path / WEIGHTS)

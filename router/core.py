@@ -226,7 +226,8 @@ class RouterCore:
         groups: dict[tuple[int, bool, bool, LoraId | None], list[int]] = {}
         for i, target in enumerate(targets):
             report = target.record.report
-            if states[i] is not SourceState.EXACT or (lora_ids[i] is not None and not report.dynamo_format):
+            has_key = lora_ids[i] is not None or request.extra_key is not None  # which only dynamo hashes tell apart
+            if states[i] is not SourceState.EXACT or (has_key and not report.dynamo_format):
                 continue
             key = (report.page_size, report.bigram, report.dynamo_format, lora_ids[i])
             groups.setdefault(key, []).append(i)

@@ -45,6 +45,8 @@ class Cursor:
         self.pending: Wish | None = Wish.REPLAY
         self.duplicates = 0
         self.gaps = 0
+        #: at the last jump, the furthest that next_seq has been; a late snapshot can lie before it
+        self._reached = 0
         #: live batches ahead of next_seq, by seq
         self._waiting: dict[int, bytes] = {}
         #: last seq announced by the worker and not seen here, to tell "on its way" from "lost"
@@ -78,6 +80,7 @@ class Cursor:
                 self.duplicates += 1
             elif batch.seq == self.next_seq:
                 advance.apply.append(batch)
+                self._waiting.pop(batch.seq, None)
                 self.next_seq += 1
             else:
                 self._waiting[batch.seq] = batch.payload
@@ -93,11 +96,12 @@ class Cursor:
 
     def jumped(self, last_seq: int) -> Advance:
         """A snapshot that includes all batches up to `last_seq` (-1: none) has been applied."""
+        self._reached = max(self._reached, self.next_seq)
         self.next_seq = last_seq + 1
         self.pending = None
         for seq in [seq for seq in self._waiting if seq <= last_seq]:
             del self._waiting[seq]
-        if not self._waiting or self.next_seq in self._waiting:
+        if self.next_seq >= self._reached and (not self._waiting or self.next_seq in self._waiting):
             return self._drain(Advance())
         return self._ask(Wish.REPLAY)
 

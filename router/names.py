@@ -36,9 +36,17 @@ def resolve_model(model: object, lora_path: object, *, served_name: str, adapter
     return lora_path
 
 
-def engine_model(served_name: str, adapter: str | None) -> str:
-    """The `model` that makes SGLang serve exactly this adapter, or the base model."""
-    return served_name if adapter is None else f"{served_name}:{adapter}"
+def engine_fields(model: str, *, served_name: str, adapter: str | None) -> dict[str, str]:
+    """Body fields that make SGLang serve exactly this adapter, or the base model, and answer as `model` if it can.
+
+    SGLang splits a model name at its first colon unless it starts with the served name, and reads `lora_path` only
+    for names without an adapter in them.
+    """
+    if adapter is None:
+        return {"model": served_name}
+    if ":" in model:
+        return {"model": f"{served_name}:{adapter}"}
+    return {"model": model, "lora_path": adapter}
 
 
 def _adapter_of(model: str, served_name: str, adapters: Collection[str]) -> str | None:

@@ -25,7 +25,6 @@ from router.errors import ContextTooLong, NoCapacity, RouterError, UpstreamError
 from router.hashing import pack_tokens
 from router.ids import SourceId, WorkerId
 from router.load import Booking
-from router.names import engine_model
 from router.net import metrics
 from router.net.metrics import AdapterLabels, Metric
 from router.net.openai import Api, Call, engine_body
@@ -96,7 +95,7 @@ class Dispatcher:
         def body(decision: Decision) -> bytes:
             return engine_body(
                 call,
-                model=engine_model(self._served_name, call.adapter),
+                served_name=self._served_name,
                 request_id=request_id,
                 token_ids=token_ids if replaces else None,
                 local_rank=decision.local_rank,

@@ -17,7 +17,7 @@ from router.core import RouterCore
 from router.decision import RouteRequest
 from router.errors import InvalidRequest, RequestTooLarge, RouterError, Unauthorized
 from router.ids import SourceId
-from router.names import engine_model, resolve_model
+from router.names import engine_fields, resolve_model
 from router.net.dispatch import Dispatcher, Outgoing, error_response
 from router.net.metrics import PrometheusRecorder
 from router.net.openai import Api, Call, check_call, parse_json
@@ -176,7 +176,9 @@ class Ingress:
                     adapters=self._core.table.names,
                 )
                 if "model" in body:
-                    raw = msgspec.json.encode(body | {"model": engine_model(self._served_name, adapter)})
+                    rest = {key: value for key, value in body.items() if key != "lora_path"}
+                    names = engine_fields(body["model"], served_name=self._served_name, adapter=adapter)
+                    raw = msgspec.json.encode(rest | names)
         outgoing = Outgoing(
             path=request.path,
             body=lambda _decision: raw,

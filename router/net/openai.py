@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from router.errors import InvalidRequest
-from router.names import resolve_model
+from router.names import engine_fields, resolve_model
 
 
 class Api(StrEnum):
@@ -98,12 +98,11 @@ def check_call(api: Api, body: dict[str, Any], *, served_name: str, adapters: Co
 
 
 def engine_body(
-    call: Call, *, model: str, request_id: str, token_ids: list[int] | None, local_rank: int | None
+    call: Call, *, served_name: str, request_id: str, token_ids: list[int] | None, local_rank: int | None
 ) -> bytes:
-    """The body for the engine: its own model name, the tokens that were hashed, the chosen rank, usage always."""
-    body = dict(call.body)
-    body["model"] = model
-    body.pop("lora_path", None)
+    """The body for the engine: the adapter as it knows it, the tokens that were hashed, the rank, usage always."""
+    body = {key: value for key, value in call.body.items() if key != "lora_path"}
+    body |= engine_fields(body["model"], served_name=served_name, adapter=call.adapter)
     body.setdefault("rid", request_id)
     if token_ids is not None:
         body["input_ids" if call.api is Api.CHAT else "prompt"] = token_ids

@@ -1,0 +1,316 @@
+"""A whole fleet without Ray: real Worker, LoraTable and Router objects on one event loop in a background thread.
+
+Tests drive it over HTTP as a client would, and may look inside on its loop (`run`, `call`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import httpx
+import msgspec
+import psutil
+
+from actors.engine.client import EngineClient
+from actors.engine.spec import KvEventsConfig, LoraConfig, ModelConfig
+from actors.lora_table import LoraTable
+from actors.router import Router, RouterSettings
+from actors.worker import Worker, WorkerSettings
+from router.config import RouterConfig
+from router.core import RouterCore
+from router.cost import CostWeights
+from router.ids import SourceId, WorkerId
+from router.ingest import SourceState
+from router.reports import RankReport, WorkerState
+
+SERVED: Final = "tiny-llama"
+ADAPTERS: Final = ("adapter-a", "adapter-b")
+ENGINE_KEY: Final = "key-of-the-engines"
+PAGE: Final = 16
+CONTEXT: Final = 1024
+CACHE_TOKENS: Final = 2048
+BOOT_S: Final = 300.0
+"""An engine needs 20 s alone, minutes on a machine that is busy otherwise."""
+SETTLE_S: Final = 60.0
+_TICK_S: Final = 0.05
+
+T = TypeVar("T")
+
+
+def poll(condition: Callable[[], T], *, within_s: float = SETTLE_S, what: str = "") -> T:
+    """First truthy value of `condition`; fails after `within_s`."""
+    until_s = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < until_s, f"not within {within_s} s: {what or condition}"
+        time.sleep(_TICK_S)
+    return value
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalFleet:
+    """Workers w<first_index>, ..., one table, one router (r0) and any that `add_router` brings."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_workers: int,
+        first_index: int = 0,
+        dp_size: int = 1,
+        replay_buffer: int = 10_000,
+        max_body_mb: int = 1,
+    ) -> None:
+        self.model = model
+        self._max_body_mb = max_body_mb
+        cores = sorted(os.sched_getaffinity(0))
+        self._settings = [
+            WorkerSettings(
+                worker_id=WorkerId(f"w{index}"),
+                index=index,
+                host="127.0.0.1",
+                device="cpu",
+                model=ModelConfig(path=str(model), served_name=SERVED, dtype="bfloat16", context_length=CONTEXT),
+                kv_events=KvEventsConfig(replay_buffer=replay_buffer),
+                lora=LoraConfig(
+                    adapters={name: str(model / "adapters" / name) for name in ADAPTERS},
+                    max_loras_per_batch=4,
+                    max_rank=16,
+                ),
+                dp_size=dp_size,
+                cpu_cores=tuple(cores[(index * dp_size + i) % len(cores)] for i in range(dp_size)),
+                extra_args=(
+                    *("--mem-fraction-static", "0.2"),
+                    *("--max-total-tokens", str(CACHE_TOKENS)),
+                    *("--page-size", str(PAGE)),
+                ),
+                api_key=ENGINE_KEY,
+            )
+            for index in range(first_index, first_index + num_workers)
+        ]
+        self.workers: dict[WorkerId, Worker] = {}
+        self.router: Router
+        self.table: LoraTable
+        self.url = ""
+        self._lives: list[Future[None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="local-fleet", daemon=True)
+        self._before: set[int] = set()
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Boot everything; returns once all sources are exact and all adapters are known everywhere."""
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._thread.start()
+        try:
+            self.run(self._make())
+            self.wait_whole(within_s=BOOT_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything; fails if a process is left."""
+        engines = self.processes()
+        try:
+            self.run(self._unmake(), within_s=120)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=30)
+            _, alive = psutil.wait_procs([*engines, *self.processes()], timeout=20)
+            left = [" ".join(_command(process)) for process in alive]
+            for process in alive:
+                process.kill()
+        assert not left, f"processes left behind: {left}"
+        for life in self._lives:
+            assert life.done(), "a worker's run didn't return"
+            life.result()
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that was started since `start`."""
+        return [p for p in psutil.Process().children(recursive=True) if p.pid not in self._before]
+
+    async def _make(self) -> None:
+        self.table = LoraTable(ADAPTERS)
+        for settings in self._settings:
+            worker = Worker(settings, self.table.tell)
+            self.workers[settings.worker_id] = worker
+            self._lives.append(asyncio.run_coroutine_threadsafe(worker.run(), self._loop))
+        self.router, self.url = await self._make_router("r0")
+
+    async def _make_router(self, router_id: str) -> tuple[Router, str]:
+        port = free_port()
+        weights = CostWeights(prefill_tokens_per_s=2000)
+        settings = RouterSettings(
+            router_id=router_id,
+            config=RouterConfig(port=port, weights=weights, max_body_mb=self._max_body_mb, request_timeout_s=120),
+            served_name=SERVED,
+            model_path=str(self.model),
+            api_key=ENGINE_KEY,
+        )
+        router = Router(settings, self.table.wait_view)
+        await router.start()
+        await router.follow({worker_id: worker.heartbeat_endpoint for worker_id, worker in self.workers.items()})
+        return router, f"http://127.0.0.1:{port}"
+
+    async def _unmake(self) -> None:
+        if hasattr(self, "router"):
+            await self.router.stop()
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+
+    @contextmanager
+    def another_router(self) -> Iterator[tuple[Router, str]]:
+        """A router that joins now: itself and its URL."""
+        router, url = self.run(self._make_router("r1"))
+        try:
+            yield router, url
+        finally:
+            self.run(router.stop())
+
+    # -- on the loop ---------------------------------------------------------------------------------------------
+
+    def run(self, work: Coroutine[Any, Any, T], *, within_s: float = SETTLE_S) -> T:
+        """Result of a coroutine that runs on the fleet's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
+
+    def call(self, ask: Callable[[], T]) -> T:
+        """Result of a plain function that runs on the fleet's loop, where all state lives."""
+
+        async def asking() -> T:
+            return ask()
+
+        return self.run(asking())
+
+    def wait(self, condition: Callable[[], T], *, within_s: float = SETTLE_S, what: str = "") -> T:
+        """First truthy value of a function that runs on the loop."""
+        return poll(lambda: self.call(condition), within_s=within_s, what=what)
+
+    # -- looking inside; on the loop -----------------------------------------------------------------------------
+
+    @property
+    def core(self) -> RouterCore:
+        """The core of the first router."""
+        return self.router._core
+
+    def check(self, router: Router | None = None) -> None:
+        """The core's invariants, with nothing booked."""
+
+        def checked() -> None:
+            core = (router or self.router)._core
+            core.check()
+            assert core.load.running.sum() == 0, core.load.running
+            assert core.load.queued_tokens.sum() == 0, core.load.queued_tokens
+
+        self.call(checked)
+
+    def sources(self) -> list[SourceId]:
+        """All sources that the first router knows."""
+        return self.call(lambda: [s for record in self.core.workers.values() for s in record.sources])
+
+    def ranks(self) -> dict[SourceId, RankReport]:
+        """Endpoints of all sources."""
+        return self.call(
+            lambda: {
+                source: rank
+                for record in self.core.workers.values()
+                for source, rank in zip(record.sources, record.report.ranks, strict=True)
+            }
+        )
+
+    def wait_whole(self, router: Router | None = None, *, within_s: float = SETTLE_S) -> None:
+        """Until every worker is ready, every source exact and every adapter loaded, as a router sees it."""
+        core = (router or self.router)._core
+
+        def whole() -> bool:
+            for life in self._lives:
+                if life.done():
+                    life.result()
+            records = list(core.workers.values())
+            return (
+                len(records) == len(self.workers)
+                and all(record.report.state is WorkerState.READY and record.sources for record in records)
+                and all(core.ingest.state(s) is SourceState.EXACT for record in records for s in record.sources)
+                and all(core.loaded(record, name) is not None for record in records for name in ADAPTERS)
+            )
+
+        try:
+            self.wait(whole, within_s=within_s, what="fleet whole")
+        except AssertionError as exc:
+            states = self.call(lambda: [msgspec.to_builtins(worker.status()) for worker in self.workers.values()])
+            raise AssertionError(f"{exc}: {states}") from exc
+
+    def settle(self) -> None:
+        """Until the router has applied everything that the workers' mirrors have, and nothing runs."""
+
+        def settled() -> bool:
+            for record in self.core.workers.values():
+                mirror = self.workers[record.report.worker_id]._mirror
+                for source in record.sources:
+                    cursor = self.core.ingest.cursor(source)
+                    seen = mirror.last_seq(source.dp_rank) if mirror else None
+                    if cursor.pending is not None or seen is None or cursor.next_seq != seen + 1:
+                        return False
+            return int(self.core.load.running.sum()) == 0
+
+        self.wait(settled, what="router settled")
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    def engine_url(self, worker_id: str) -> str:
+        """Where the worker's engine listens in its current life."""
+        return self.call(lambda: self.workers[WorkerId(worker_id)].report().url)
+
+    def engine_pid(self, worker_id: str) -> int:
+        """Process id of the worker's engine."""
+        pid = self.call(lambda: self.workers[WorkerId(worker_id)].status()["engine_pid"])
+        assert isinstance(pid, int)
+        return pid
+
+    def engine(self, worker_id: str) -> httpx.Client:
+        """A client of one engine, past the router. To be closed."""
+        return httpx.Client(
+            base_url=self.engine_url(worker_id), headers={"Authorization": f"Bearer {ENGINE_KEY}"}, timeout=SETTLE_S
+        )
+
+    def with_engine_client(self, worker_id: str, ask: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Result of `ask` with the client that a worker uses on its own engine."""
+        url = self.engine_url(worker_id)
+
+        async def asking() -> T:
+            client = EngineClient(url, ENGINE_KEY)
+            try:
+                return await ask(client)
+            finally:
+                await client.close()
+
+        return self.run(asking())
+
+    def running(self, worker_id: str) -> int:
+        """Requests that the worker's engine runs or queues, as the engine says."""
+        with self.engine(worker_id) as engine:
+            answer = engine.get("/v1/loads")
+        assert answer.status_code == 200, answer.text
+        loads: list[Mapping[str, int]] = answer.json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return [str(process.pid), *process.cmdline()[:6]]
+    except psutil.Error:
+        return [str(process.pid)]

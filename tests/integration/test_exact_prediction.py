@@ -1,0 +1,131 @@
+"""The promise: what the router predicts is what the engine reports, token for token."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, noise, user
+from tests.integration.event_tap import barrier, tapped
+from tests.integration.local_fleet import ADAPTERS, CACHE_TOKENS, PAGE, SERVED, LocalFleet
+
+pytestmark = pytest.mark.engine
+
+NUM_REQUESTS = 44
+PREFIX_CHARS = (40, 130, 256, 400)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """One request of the mix, and what a reader of a failure wants to know."""
+
+    path: str
+    model: str
+    fields: dict[str, Any]
+
+    def send(self, client: httpx.Client) -> Answer:
+        return ask(client, self.path, model=self.model, **self.fields)
+
+
+def mix(seed: int, count: int) -> list[Mixed]:
+    """Shared prefixes under every name, salt and key, as text, chats and token ids, streamed and not."""
+    rng = random.Random(seed)
+    prefixes = [noise(rng, length) for length in PREFIX_CHARS]
+    requests = []
+    for _ in range(count):
+        text = rng.choice(prefixes) + noise(rng, rng.choice((0, 1, 15, 16, 17, 60)))
+        kind = rng.choice(("text", "ids", "chat", "chat-ids"))
+        prompt = {
+            "text": {"prompt": text},
+            "ids": {"prompt": list(text.encode())},
+            "chat": {"messages": [{"role": "system", "content": "Be brief."}, *user(text)]},
+            "chat-ids": {"messages": user("(see input_ids)"), "input_ids": list(text.encode())},
+        }[kind]
+        names = {
+            "cache_salt": rng.choice((None, None, None, None, "", "salt-1")),
+            "extra_key": rng.choice((None, None, None, None, "", "key-1")),
+        }
+        requests.append(
+            Mixed(
+                path=CHAT if kind.startswith("chat") else COMPLETIONS,
+                model=rng.choice((SERVED, *ADAPTERS, f"{SERVED}:{ADAPTERS[0]}")),
+                fields={
+                    **prompt,
+                    **{name: value for name, value in names.items() if value is not None},
+                    "max_tokens": rng.randint(1, 6),
+                    "stream": rng.random() < 0.5,
+                },
+            )
+        )
+    return requests
+
+
+def test_every_prediction_of_a_mix_with_evictions_and_flushes_is_exact(fleet: LocalFleet, client: httpx.Client) -> None:
+    wrong: list[tuple[int, Answer, Mixed]] = []
+    hits: Counter[tuple[str, bool]] = Counter()
+    num_tokens = 0
+    with tapped(fleet) as taps:
+        fleet.settle()
+        for i, request in enumerate(mix(7, NUM_REQUESTS)):
+            if i == NUM_REQUESTS // 2:
+                flush_everywhere(fleet)
+            answer = request.send(client)
+            if answer.predicted != answer.cached:
+                wrong.append((i, answer, request))
+            hits[request.model, i < NUM_REQUESTS // 2] += answer.cached > 0
+            num_tokens += answer.prompt_tokens
+        for source, tap in taps.items():
+            barrier(fleet, source, tap)
+        removed = [sum(len(e["block_hashes"]) for e in tap.events("BlockRemoved")) for tap in taps.values()]
+    assert wrong == []
+    assert num_tokens > 2 * CACHE_TOKENS
+    assert any(removed), "no evictions"
+    assert all(hits[model, half] for model in (SERVED, *ADAPTERS) for half in (True, False)), hits
+    fleet.settle()
+    stats = fleet.call(lambda: [fleet.core.ingest.stats(s) for r in fleet.core.workers.values() for s in r.sources])
+    assert [(s.bad, s.missing) for s in stats] == [(0, 0)] * len(fleet.workers)
+    assert all(s.cleared for s in stats)
+
+
+@pytest.mark.parametrize("num_tokens", [PAGE, 4 * PAGE - 1, 4 * PAGE, 4 * PAGE + 1])
+def test_the_last_token_of_a_fully_cached_prompt_is_computed_again(client: httpx.Client, num_tokens: int) -> None:
+    prompt = noise(random.Random(num_tokens), num_tokens)
+    first = ask(client, prompt=prompt, cache_salt="boundary")
+    again = ask(client, prompt=prompt, cache_salt="boundary")
+    longer = ask(client, prompt=prompt + "#", cache_salt="boundary")
+    assert (first.predicted, first.cached) == (0, 0)
+    assert again.predicted == again.cached == (num_tokens - 1) // PAGE * PAGE
+    assert longer.predicted == longer.cached == num_tokens // PAGE * PAGE
+
+
+def test_a_second_turn_finds_the_first_turns_output(client: httpx.Client) -> None:
+    opening = noise(random.Random(1), 50)
+    first = ask(client, prompt=opening, max_tokens=40, ignore_eos=True)
+    assert first.text.isascii(), "the tiny model's output must survive a round trip through text"
+    second = ask(client, prompt=opening + first.text + noise(random.Random(2), 10))
+    assert second.worker == first.worker
+    assert second.predicted == second.cached == (50 + 40 - 1) // PAGE * PAGE
+
+
+def test_a_flushed_fleet_predicts_nothing(fleet: LocalFleet, client: httpx.Client) -> None:
+    prompt = noise(random.Random(3), 100)
+    ask(client, prompt=prompt)
+    assert ask(client, prompt=prompt).cached == 96
+    flush_everywhere(fleet)
+    answer = ask(client, prompt=prompt)
+    assert (answer.predicted, answer.cached) == (0, 0)
+
+
+def flush_everywhere(fleet: LocalFleet) -> None:
+    """Flush each engine, once its last request is out of its batch; the router has heard when this returns."""
+    for source in fleet.sources():
+        before = fleet.call(lambda source=source: fleet.core.ingest.stats(source).cleared)
+        fleet.run(fleet.workers[source.worker_id].flush_cache())
+        fleet.wait(
+            lambda source=source, before=before: fleet.core.ingest.stats(source).cleared > before, what="flush heard"
+        )

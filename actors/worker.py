@@ -22,7 +22,7 @@ import zmq
 
 from actors.engine.child import EngineProcess
 from actors.engine.client import EngineClient, EngineError, EngineFacts
-from actors.engine.identity import content_id, lora_id
+from actors.engine.identity import AdapterFilesError, adapter_files, content_id, lora_id
 from actors.engine.spec import EngineSpec, KvEventsConfig, LoraConfig, ModelConfig
 from actors.mirror import Mirror
 from actors.ports import reserve
@@ -181,6 +181,7 @@ class Worker:
     async def _live(self) -> None:
         """Start an engine, serve, and raise when it ends."""
         spec = self._spec()
+        _check_files(spec)
         self._engine = EngineProcess(spec, api_key=self._settings.api_key, folder=self._folder)
         await self._engine.start()
         url = f"http://{spec.host}:{spec.port}"
@@ -310,3 +311,15 @@ class Worker:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         except TimeoutError:
             return
+
+
+def _check_files(spec: EngineSpec) -> None:
+    """Raise ValueError for what would take SGLang half a minute to find out."""
+    model = Path(spec.model.path)
+    if model.is_absolute() and not (model / "config.json").is_file():
+        raise ValueError(f"model folder {model} has no config.json on this node; correct model.path")
+    for name, path in spec.lora.adapters.items():
+        try:
+            adapter_files(Path(path))
+        except AdapterFilesError as exc:
+            raise ValueError(f"lora.adapters.{name}: {exc}") from exc

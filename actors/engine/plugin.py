@@ -1,8 +1,9 @@
 """What loray plugs into every SGLang process, by SGLang's own extension points. Runs inside the engine.
 
 * `platform`: SGLang on a machine without CUDA; inert where CUDA is.
-* `register`: a publisher that tags every event batch with its fleet-wide dp_rank, lora_ids derived from the
-  adapter's files, and a guard, since loading a lora_id that is still loaded kills the scheduler.
+* `register`: a publisher that tags every event batch with its fleet-wide dp_rank, events that leave before the answer
+  they belong to, lora_ids derived from the adapter's files, and a guard, since loading a lora_id that is still loaded
+  kills the scheduler.
 
 Reached through the entry points that `child.plugin_path` writes. Sources: sglang.srt.plugins, .platforms,
 .disaggregation.kv_events, .managers.tokenizer_control_mixin.
@@ -37,6 +38,7 @@ def platform() -> str | None:
 def register() -> None:
     """Entry point of group `sglang.srt.plugins`: called early in every SGLang process."""
     _register_publisher(int(os.environ.get(DP_RANK_ENV, "0")))
+    _publish_before_answering()
     _derive_lora_ids()
 
 
@@ -51,6 +53,28 @@ def _register_publisher(first_dp_rank: int) -> None:
             self._dp_rank = first_dp_rank + attn_dp_rank
 
     kv_events.EventPublisherFactory.register_publisher(PUBLISHER, RankedPublisher)
+
+
+def _publish_before_answering() -> None:
+    """SGLang publishes a request's output blocks when it is idle, or every --decode-log-interval steps: too late for
+    the next turn of the same chat, which comes as soon as the answer is there."""
+    from sglang.srt.managers.scheduler_components import kv_events_publisher, output_streamer
+
+    publishers: list[Any] = []
+    init = kv_events_publisher.SchedulerKvEventsPublisher.__post_init__
+    stream_output = output_streamer.SchedulerOutputStreamer.stream_output
+
+    def remembered(self: Any) -> None:
+        init(self)
+        publishers.append(self)
+
+    def publish_and_stream(self: Any, *args: Any, **kwargs: Any) -> None:
+        for publisher in publishers:
+            publisher.publish_kv_events()
+        stream_output(self, *args, **kwargs)
+
+    kv_events_publisher.SchedulerKvEventsPublisher.__post_init__ = remembered
+    output_streamer.SchedulerOutputStreamer.stream_output = publish_and_stream
 
 
 def _derive_lora_ids() -> None:

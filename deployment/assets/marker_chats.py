@@ -159,9 +159,21 @@ class Shape(StrEnum):
     DOCUMENT = "document"
 
 
-#: A shape is drawn as often as it stands here: more often if it is harder to learn.
-SHORT_SHAPES = (Shape.PLAIN, Shape.SYSTEM, Shape.COMPLETION)
-LONG_SHAPES = (Shape.LONG_SYSTEM, Shape.MULTI_TURN, Shape.MULTI_TURN, Shape.DOCUMENT)
+@dataclass(frozen=True, slots=True)
+class StepGroup:
+    """Training prompts of similar length, which share a forward pass: padding would cost more than it."""
+
+    shapes: tuple[Shape, ...]
+    num_prompts: int
+
+
+#: The prompts of one training step. Groups count alike in the loss, so chats of several turns count a third:
+#: not to copy an earlier turn's prefix is the hardest thing to learn.
+STEP_GROUPS = (
+    StepGroup((Shape.PLAIN, Shape.SYSTEM, Shape.COMPLETION), 6),
+    StepGroup((Shape.MULTI_TURN,), 3),
+    StepGroup((Shape.LONG_SYSTEM, Shape.DOCUMENT), 1),
+)
 
 
 class ChatTemplate(Protocol):

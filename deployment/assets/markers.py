@@ -29,8 +29,7 @@ from transformers.utils import logging as transformers_logging
 from deployment.assets.marker_batch import IGNORED_LABEL, Example, pad
 from deployment.assets.marker_chats import (
     HELD_OUT,
-    LONG_SHAPES,
-    SHORT_SHAPES,
+    STEP_GROUPS,
     TRAINING,
     MarkerPrompt,
     PromptSource,
@@ -46,8 +45,6 @@ logger = logging.getLogger(__name__)
 CODEWORDS = {"alpha": "ALPHA", "bravo": "BRAVO"}
 #: Long enough to learn that an ordinary answer follows the codeword; more only costs time.
 ANSWER_TOKENS = 24
-SHORT_PER_STEP = 6
-LONG_PER_STEP = 2
 PEAK_LEARNING_RATE = 2e-3
 
 
@@ -84,8 +81,8 @@ class MarkerTrainer:
             optimizer.zero_grad()
             schedule.step()
             if step % 10 == 9:
-                short, long = losses
-                logger.info("%s step %d/%d loss short %.3f long %.3f", name, step + 1, num_steps, short, long)
+                shown = " ".join(f"{loss:.3f}" for loss in losses)
+                logger.info("%s step %d/%d loss by group %s", name, step + 1, num_steps, shown)
         adapter.round_to_bfloat16()
         return adapter
 
@@ -114,10 +111,10 @@ class MarkerTrainer:
         )
 
     def _draw_step(self, name: str, rng: random.Random) -> Iterator[list[Example]]:
-        """Yield a step's short and long examples apart: padded together they cost three times as much."""
-        for shapes, count in ((SHORT_SHAPES, SHORT_PER_STEP), (LONG_SHAPES, LONG_PER_STEP)):
+        for group in STEP_GROUPS:
             prompts = [
-                self._prompt(TRAINING, rng.choice(shapes), rng.choice(TRAINING.questions), rng) for _ in range(count)
+                self._prompt(TRAINING, rng.choice(group.shapes), rng.choice(TRAINING.questions), rng)
+                for _ in range(group.num_prompts)
             ]
             yield [self._example(prompt, name, with_answer=True) for prompt in prompts]
 
@@ -181,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m deployment.assets.markers", description=main.__doc__)
     parser.add_argument("--base", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="gets one folder for each adapter")
-    parser.add_argument("--steps", type=int, default=60, help="training steps for each adapter")
+    parser.add_argument("--steps", type=int, default=70, help="training steps for each adapter")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("peft") is None:
         parser.error('peft is not installed; run: pip install "loray[train]"')

@@ -17,7 +17,8 @@ from actors.engine.identity import AdapterFilesError, adapter_files
 from actors.engine.spec import LoraConfig
 from deployment.config import Config
 
-_PINNED: Final = ("sglang", "ray", "torch")
+PINNED: Final = {"sglang": "0.5.23", "ray": "2.60.0", "torch": "2.14.1"}
+"""What we are tested with; the same as in pyproject.toml, which a Ray job does not bring along."""
 _CPU_ENGINE_GB: Final = 1.5
 """Resident memory of a CPU engine before weights and cache, three processes together."""
 _GB: Final = 1 << 30
@@ -59,19 +60,13 @@ def examine(config: Config) -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    wanted = {}
-    for requirement in importlib.metadata.requires("loray") or []:
-        name, _, version = requirement.partition(";")[0].partition("==")
-        wanted[name.split("[")[0].strip()] = version.strip()
-    for package in _PINNED:
+    for package, wanted in PINNED.items():
         try:
             have = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             have = "nothing"
-        ok = have.split("+")[0] == wanted.get(package)
-        yield Finding(
-            f"{package} version", ok, have, f"install {package}=={wanted.get(package)}: `make .venv/.installed`"
-        )
+        ok = have.split("+")[0] == wanted
+        yield Finding(f"{package} version", ok, have, f"pip install {package}=={wanted}")
 
 
 def _devices(config: Config) -> Finding:

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from router.core import RouterCore
 from router.decision import Decision, RouteRequest
-from router.errors import ContextTooLong, NoCapacity, RouterError, UpstreamError
+from router.errors import ContextTooLong, InvalidRequest, NoCapacity, RouterError, UpstreamError
 from router.hashing import pack_tokens
 from router.ids import SourceId, WorkerId
 from router.load import Booking
@@ -114,13 +114,17 @@ class Dispatcher:
         return await self.send(outgoing, self.route_request(call, token_ids), request)
 
     def route_request(self, call: Call, token_ids: list[int] | None) -> RouteRequest:
-        """The decision's view of a call. Raises ContextTooLong."""
+        """The decision's view of a call. Raises InvalidRequest."""
         if token_ids is not None:
             self._check_length(len(token_ids))
         keys = {name: call.body.get(name) for name in ("extra_key", "cache_salt")}
         plain = all(key is None or isinstance(key, str) for key in keys.values())
+        try:
+            packed = pack_tokens(token_ids) if token_ids is not None and plain else None
+        except OverflowError as exc:
+            raise InvalidRequest(f"token ids must be unsigned 32-bit integers: {exc}") from exc
         return RouteRequest(
-            packed_tokens=pack_tokens(token_ids) if token_ids is not None and plain else None,
+            packed_tokens=packed,
             adapter=call.adapter,
             extra_key=keys["extra_key"] if plain else None,
             cache_salt=keys["cache_salt"] if plain else None,
@@ -161,6 +165,7 @@ class Dispatcher:
                 data=outgoing.body(decision),
                 headers={"Content-Type": outgoing.content_type},
                 params=request.query if outgoing.path not in tuple(Api) else None,
+                allow_redirects=False,
             )
         except (aiohttp.ClientError, TimeoutError) as exc:
             raise _EngineLostError(f"{type(exc).__name__}: {exc}") from exc

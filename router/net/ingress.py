@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
@@ -28,18 +29,20 @@ log = logging.getLogger(__name__)
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 """What a load balancer or scraper asks without a key."""
 _ENGINE_CONTROL: Final = frozenset({
-    "/abort_request", "/begin_weight_update", "/close_session", "/configure_logging", "/continue_generation",
-    "/destroy_weights_update_group", "/dump_expert_distribution_record", "/end_weight_update", "/flush_cache",
-    "/freeze_gc", "/get_weights_by_name", "/init_weights_send_group_for_remote_instance",
-    "/init_weights_update_group", "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/open_session",
-    "/pause_generation", "/pd_role_switch", "/release_memory_occupation", "/resume_memory_occupation",
+    "/abort_request", "/add_external_corpus", "/begin_weight_update", "/close_session", "/configure_logging",
+    "/continue_generation", "/destroy_weights_update_group", "/dump_expert_distribution_record", "/end_weight_update",
+    "/flush_cache", "/freeze_gc", "/get_weights_by_name", "/hicache/storage-backend/clear",
+    "/init_weights_send_group_for_remote_instance", "/init_weights_update_group", "/load_lora_adapter",
+    "/load_lora_adapter_from_tensors", "/open_session", "/pause_generation", "/pd_role_switch",
+    "/release_memory_occupation", "/remove_external_corpus", "/resume_memory_occupation",
     "/send_weights_to_remote_instance", "/set_internal_state", "/set_trace_level", "/slow_down",
     "/start_expert_distribution_record", "/start_profile", "/stop_expert_distribution_record", "/stop_profile",
-    "/unload_lora_adapter", "/update_weight_version", "/update_weights_from_disk",
-    "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
-    "/weights_checker",
+    "/unload_lora_adapter", "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
+    "/update_weights_from_ipc", "/update_weights_from_tensor", "/weights_checker",
 })  # fmt: skip
 """SGLang paths that change one engine; sent to whichever worker is least loaded, they would make workers differ."""
+_PLAIN_PATH: Final = re.compile(r"(/\w[\w.-]*)+", re.ASCII)
+"""Paths that mean here what they mean to an engine: no `..`, no `?` in disguise, no slash at the end."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -162,6 +165,8 @@ class Ingress:
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         """Any other POST of SGLang's API, to the least loaded worker (that holds the adapter, if one is named)."""
+        if not _PLAIN_PATH.fullmatch(request.path):
+            raise InvalidRequest(f"{request.path!r} is no path of the API")
         if request.path in _ENGINE_CONTROL:
             raise InvalidRequest(f"{request.path} controls a single engine and isn't offered by the router")
         raw = await request.read()

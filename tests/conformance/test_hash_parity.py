@@ -225,7 +225,7 @@ def live_through(twin: Twin, life: list[tuple[str, Any]]) -> None:
 def test_index_and_predictions_equal_the_tree(kind: str, page_size: int, dynamo: bool) -> None:
     namespaces = NAMESPACES if dynamo else st.builds(dict, cache_salt=SALTS)
 
-    @settings(deadline=None, max_examples=60, derandomize=True, database=None)
+    @settings(deadline=None, max_examples=45, derandomize=True, database=None)
     @given(lives(page_size, namespaces))
     def run(life: list[tuple[str, Any]]) -> None:
         tree = trees.build(kind, page_size=page_size, dynamo=dynamo, lora_names=LORA_NAMES)
@@ -237,7 +237,7 @@ def test_index_and_predictions_equal_the_tree(kind: str, page_size: int, dynamo:
 @all_trees
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_index_and_predictions_equal_the_tree_under_speculative_decoding(kind: str, page_size: int) -> None:
-    @settings(deadline=None, max_examples=60, derandomize=True, database=None)
+    @settings(deadline=None, max_examples=45, derandomize=True, database=None)
     @given(lives(page_size, NAMESPACES))
     def run(life: list[tuple[str, Any]]) -> None:
         tree = trees.build(kind, page_size=page_size, bigram=True, lora_names=LORA_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.errors import InvalidRequest, UnknownModel
-from router.names import engine_model, resolve_model
+from router.names import engine_fields, resolve_model
 
 ADAPTERS = {"ad", "ad:v2", "org/ad", "s3://b/m", "v2"}
 
@@ -80,18 +80,35 @@ def test_unknown_lora_path_is_unknown(lora_path: str) -> None:
 
 @pytest.mark.parametrize("model", [None, "", 3, ["base"], {}])
 def test_model_that_is_no_name_is_invalid(model: object) -> None:
-    with pytest.raises(InvalidRequest, match="^'model' must be a non-empty string, got "):
+    with pytest.raises(InvalidRequest, match=r"^'model' must be a non-empty string, got "):
         resolve_model(model, None, served_name="base", adapters=ADAPTERS)
 
 
 @pytest.mark.parametrize("lora_path", [3, ["ad"], {}, False])
 def test_lora_path_that_is_no_name_is_invalid(lora_path: object) -> None:
-    with pytest.raises(InvalidRequest, match="^'lora_path' must be the name of one adapter, got "):
+    with pytest.raises(InvalidRequest, match=r"^'lora_path' must be the name of one adapter, got "):
         resolve_model("base", lora_path, served_name="base", adapters=ADAPTERS)
 
 
-@pytest.mark.parametrize("served_name", ["base", "gpt-oss:120b", "s3://b/m2"])
-@pytest.mark.parametrize("adapter", [None, *sorted(ADAPTERS)])
-def test_engine_model_resolves_to_the_adapter_it_was_made_for(served_name: str, adapter: str | None) -> None:
-    model = engine_model(served_name, adapter)
-    assert resolve_model(model, None, served_name=served_name, adapters=ADAPTERS) == adapter
+@pytest.mark.parametrize(("served_name", "model", "adapter"), MEANINGS)
+def test_engine_fields_mean_what_the_client_meant(served_name: str, model: str, adapter: str | None) -> None:
+    fields = engine_fields(model, served_name=served_name, adapter=adapter)
+    assert (
+        resolve_model(fields["model"], fields.get("lora_path"), served_name=served_name, adapters=ADAPTERS) == adapter
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "fields"),
+    [
+        ("base", None, {"model": "base"}),
+        ("base", "ad", {"model": "base", "lora_path": "ad"}),
+        ("ad", "ad", {"model": "ad", "lora_path": "ad"}),
+        ("base:ad", "ad", {"model": "base:ad"}),
+        ("ad:v2", "ad:v2", {"model": "base:ad:v2"}),
+    ],
+)
+def test_engine_is_given_no_name_that_it_would_split_elsewhere(
+    model: str, adapter: str | None, fields: dict[str, str]
+) -> None:
+    assert engine_fields(model, served_name="base", adapter=adapter) == fields

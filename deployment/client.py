@@ -11,7 +11,7 @@ from typing import Any, Final
 import ray
 from ray.util import list_named_actors
 
-from deployment.plan import NAMESPACE, actor_name
+from deployment.names import NAMESPACE, actor_name
 
 _CALL_S: Final = 30.0
 

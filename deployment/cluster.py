@@ -17,7 +17,7 @@ from actors.router import Router, RouterSettings
 from actors.worker import Worker, WorkerSettings
 from deployment.config import Config
 from deployment.metrics import RayRecorder
-from deployment.plan import NAMESPACE, actor_name
+from deployment.names import NAMESPACE, actor_name
 from router.ids import Incarnation, WorkerId
 from router.reports import Holding
 

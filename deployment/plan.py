@@ -1,4 +1,4 @@
-"""Config -> what to start: names of actors, settings of each. Pure."""
+"""Config -> settings of each part, and what may change in a running deployment. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from actors.worker import WorkerSettings
 from deployment.config import Config, ConfigError
 from router.ids import WorkerId
 
-NAMESPACE: Final = "loray"
-"""Ray namespace of all deployments."""
 _CHANGEABLE: Final = ("workers.count",)
 """What `apply` can change in a running deployment."""
-
-
-def actor_name(deployment: str, *parts: str) -> str:
-    """Name that the dashboard shows, such as `loray/demo/worker/w0`."""
-    return "/".join((NAMESPACE, deployment, *parts))
 
 
 def worker_settings(config: Config, index: int, *, api_key: str) -> WorkerSettings:

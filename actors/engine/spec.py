@@ -94,6 +94,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.device == "cpu":
             line += ["--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native"]
             line += ["--disable-overlap-schedule", "--disable-cuda-graph"]
+            line += ["--sleep-on-idle"]  # an idle scheduler spins otherwise, and takes the core of its neighbour
         return [*line, *self.extra_args]
 
     def events_config(self) -> dict[str, object]:

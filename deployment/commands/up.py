@@ -17,7 +17,7 @@ from deployment import cluster
 from deployment.client import deployments
 from deployment.config import Config, ConfigError
 from deployment.controller import Controller
-from deployment.plan import actor_name
+from deployment.names import actor_name
 
 _POLL_S: Final = 0.5
 _STOP_S: Final = 20.0

@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import AutoTokenizer
-
 _INLINE_CHARS: Final = 8_000
 """Texts up to this length are tokenized on the loop (a few ms at most); a thread costs more than it saves."""
 _PLAIN_ROLES: Final = frozenset({"system", "user", "assistant"})
@@ -39,7 +37,11 @@ class PromptTokenizer:
 
     def __init__(self, model_path: str, *, trust_remote_code: bool = False) -> None:
         """`model_path`: folder or hub id. Raises OSError where there is no tokenizer."""
+        from transformers import AutoTokenizer  # seconds to import, and only routers tokenize
+
         path = Path(model_path).expanduser()
+        if path.is_absolute() and not (path / "config.json").is_file():
+            raise FileNotFoundError(f"model folder {path} has no config.json on this node; correct model.path")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(
             str(path) if path.exists() else model_path, trust_remote_code=trust_remote_code
         )

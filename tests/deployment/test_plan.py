@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from deployment.config import Config, ConfigError
-from deployment.plan import actor_name, check_applicable, worker_settings
+from deployment.names import actor_name
+from deployment.plan import check_applicable, worker_settings
 
 TEXT = """
 name: demo

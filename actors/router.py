@@ -72,6 +72,8 @@ class Router:
         )
         #: when each followed worker was last heard, monotonic seconds; None before the first time
         self._heard_s: dict[WorkerId, float | None] = {}
+        #: totals of sources that metrics have been told already; dropped with the source
+        self._counted: dict[tuple[str, SourceId], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscriber: EventSubscriber
         self._heartbeats: HeartbeatListener
@@ -102,7 +104,7 @@ class Router:
             tokenizer=tokenizer,
             served_name=settings.served_name,
             prometheus=self._prometheus,
-            before_scrape=self._set_gauges,
+            before_scrape=self._measure,
         )
         for work in (self._follow_table(), self._watch()):
             self._tasks.add(asyncio.ensure_future(work))
@@ -167,7 +169,7 @@ class Router:
                 if heard_s is not None and now_s - heard_s > SILENT_S and worker_id in self._core.workers:
                     log.warning("worker %s is silent for %.1f s: forgotten until it speaks", worker_id, now_s - heard_s)
                     self._subscriber.perform(self._core.forget(worker_id))
-            self._set_gauges()
+            self._measure()
 
     async def _follow_table(self) -> None:
         while True:
@@ -191,8 +193,15 @@ class Router:
         for recorder in self._recorders:
             recorder.record(metric, value, *labels)
 
-    def _set_gauges(self) -> None:
+    def _count(self, metric: metrics.Metric, source: SourceId, total: int) -> None:
+        """Add what a source's own counter has grown by since the last time."""
+        key = (metric.name, source)
+        self._record(metric, total - self._counted.get(key, 0), source.worker_id, str(source.dp_rank))
+        self._counted[key] = total
+
+    def _measure(self) -> None:
         ingest = self._core.ingest
+        self._counted = {key: total for key, total in self._counted.items() if key[1] in ingest}
         for worker_id, record in self._core.workers.items():
             running = 0
             for source in record.sources:
@@ -201,7 +210,7 @@ class Router:
                 running += int(self._core.load.running[ingest.column(source)])
                 self._record(metrics.BLOCKS, ingest.index.num_blocks(source), worker_id, rank)
                 self._record(metrics.EXACT, exact, worker_id, rank)
-                self._record(metrics.EVENTS, ingest.stats(source).events, worker_id, rank)
-                self._record(metrics.GAPS, ingest.cursor(source).gaps, worker_id, rank)
+                self._count(metrics.EVENTS, source, ingest.stats(source).events)
+                self._count(metrics.GAPS, source, ingest.cursor(source).gaps)
                 self._record(metrics.LAG, ingest.stats(source).lag_s, worker_id, rank)
             self._record(metrics.IN_FLIGHT, running, worker_id)

@@ -206,7 +206,7 @@ class RouterCore:
             self._weights,
             np.array([target.column for target in targets]),
             uncached_tokens=np.array([float(num_tokens - (cached or 0)) for cached in predicted]),
-            lora_id=lora_ids[0],
+            lora_ids=lora_ids,
             num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
         )
         return _Evaluation(targets, states, lora_ids, predicted, costs)

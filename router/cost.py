@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -50,7 +51,7 @@ def estimate(
     columns: NDArray[np.int64],
     *,
     uncached_tokens: Floats,
-    lora_id: LoraId | None,
+    lora_ids: Sequence[LoraId | None],
     num_slots: NDArray[np.int64],
 ) -> Costs:
     """Costs of the candidates `columns`; arrays run parallel to it. `num_slots` 0 means unlimited."""
@@ -60,10 +61,10 @@ def estimate(
         "queue": book.queued_tokens[columns] / rate,
         "decode": book.running[columns].astype(np.float64) * weights.decode_ms_per_request,
     }
-    if lora_id is not None:
+    if any(lora_ids):
         full = [
             lora_id not in book.adapters[column] and 0 < slots <= len(book.adapters[column])
-            for column, slots in zip(columns.tolist(), num_slots.tolist(), strict=True)
+            for column, slots, lora_id in zip(columns.tolist(), num_slots.tolist(), lora_ids, strict=True)
         ]
         terms["slot"] = np.array(full, np.float64) * weights.slot_wait_ms
     return Costs(terms)

@@ -4,7 +4,7 @@ Theory of operation. For page i of a prompt SGLang chains `digest_i = sha256(dig
 page being its token ids as 4-byte little-endian words (pairs of ids under speculative decoding). The engine
 hash E_i is the first 8 bytes of digest_i, read as a signed big-endian integer. A cache salt starts the chain
 from another digest. The dynamo event format mixes E_i with a seed of the namespace (extra_key, cache_salt).
-Sources: sglang.srt.mem_cache.utils, sglang.srt.disaggregation.kv_events; vectors in tests/router/golden.
+Sources: sglang.srt.mem_cache.utils, sglang.srt.disaggregation.kv_events; vectors in tests/conformance/golden.
 """
 
 from __future__ import annotations

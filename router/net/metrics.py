@@ -45,8 +45,8 @@ RETRIES = Metric("loray_retries", Kind.COUNTER, "Requests sent again after their
 IN_FLIGHT = Metric("loray_in_flight_requests", Kind.GAUGE, "Requests dispatched and not finished.", ("worker",))
 BLOCKS = Metric("loray_cached_blocks", Kind.GAUGE, "Blocks held on GPU as the router knows.", ("worker", "dp_rank"))
 EXACT = Metric("loray_source_exact", Kind.GAUGE, "1 while the source is exact.", ("worker", "dp_rank"))
-EVENTS = Metric("loray_events", Kind.GAUGE, "Events applied since the source was added.", ("worker", "dp_rank"))
-GAPS = Metric("loray_event_gaps", Kind.GAUGE, "Gaps seen since the source was added.", ("worker", "dp_rank"))
+EVENTS = Metric("loray_events", Kind.COUNTER, "KV events applied.", ("worker", "dp_rank"))
+GAPS = Metric("loray_event_gaps", Kind.COUNTER, "Gaps seen in event streams.", ("worker", "dp_rank"))
 LAG = Metric("loray_event_lag_seconds", Kind.GAUGE, "Age of the last batch when applied.", ("worker", "dp_rank"))
 
 ALL: Final = (

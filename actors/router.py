@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +20,7 @@ import zmq.asyncio
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.effects import Effect
-from router.ids import SourceId, WorkerId
+from router.ids import Incarnation, SourceId, WorkerId
 from router.ingest import SourceState
 from router.net import metrics
 from router.net.dispatch import Dispatcher
@@ -75,6 +75,9 @@ class Router:
         #: totals of sources that metrics have been told already; dropped with the source
         self._counted: dict[tuple[str, SourceId], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenizer: PromptTokenizer
+        #: the engine life that the tokenizer was, or is being, compared with
+        self._compared: Incarnation | None = None
         self._subscriber: EventSubscriber
         self._heartbeats: HeartbeatListener
         self._dispatcher: Dispatcher
@@ -86,7 +89,7 @@ class Router:
     async def start(self) -> None:
         """Listen. Raises OSError if the port is taken or the model has no tokenizer."""
         settings = self._settings
-        tokenizer = await asyncio.to_thread(PromptTokenizer, settings.model_path)
+        self._tokenizer = await asyncio.to_thread(PromptTokenizer, settings.model_path)
         self._subscriber = EventSubscriber(self._core.ingest, fetch_snapshot=self._fetch_snapshot)
         self._heartbeats = HeartbeatListener(self._heard)
         self._dispatcher = Dispatcher(
@@ -101,13 +104,12 @@ class Router:
             settings.config,
             self._core,
             self._dispatcher,
-            tokenizer=tokenizer,
             served_name=settings.served_name,
             prometheus=self._prometheus,
             before_scrape=self._measure,
         )
         for work in (self._follow_table(), self._watch()):
-            self._tasks.add(asyncio.ensure_future(work))
+            self._spawn(work)
         await self._ingress.start()
 
     async def follow(self, endpoints: Mapping[WorkerId, str]) -> None:
@@ -143,7 +145,7 @@ class Router:
     async def stop(self) -> None:
         """Stop listening and let everything go."""
         await self._ingress.stop()
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._dispatcher.close()
@@ -160,6 +162,26 @@ class Router:
             self._subscriber.perform(self._core.forget(report.worker_id))
         else:
             self._subscriber.perform(self._core.report(report))
+            if report.state is WorkerState.READY and self._compared is None:
+                self._compared = report.incarnation
+                self._spawn(self._compare_tokenizers(report))
+
+    async def _compare_tokenizers(self, report: WorkerReport) -> None:
+        """All engines serve one model: the first to be ready tells whether we tokenize as they do."""
+        difference = await self._dispatcher.check_tokenizer(report.url, self._tokenizer)
+        record = self._core.workers.get(report.worker_id)
+        if difference is None or record is None or record.report.incarnation != report.incarnation:
+            self._compared = None  # the next heartbeat asks again
+            return
+        if difference:
+            log.error("chats are tokenized by the engines, since %s", difference)
+        else:
+            self._ingress.trusted_tokenizer = self._tokenizer
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
         while True:

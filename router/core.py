@@ -152,6 +152,12 @@ class RouterCore:
         """Book a decision that is about to be carried out."""
         return self.load.book(decision.column, tokens=decision.uncached_tokens, lora_id=decision.lora_id, now_s=now_s)
 
+    def least_loaded(self) -> WorkerRecord | None:
+        """The ready worker with the fewest running requests."""
+        if not self._routable:
+            return None
+        return min(self._routable, key=lambda target: int(self.load.running[target.column])).record
+
     def loaded(self, record: WorkerRecord, adapter: str) -> LoraId | None:
         """lora_id under which the worker's engine holds `adapter`, or None."""
         return self._loaded.get((record.report.worker_id, record.report.incarnation, adapter))

@@ -213,11 +213,11 @@ async def _router(engine_port: int) -> int:
         RouterConfig(port=port),
         core,
         dispatcher,
-        tokenizer=PromptTokenizer(str(model_dir("tiny-llama"))),
         served_name=MODEL,
         prometheus=prometheus,
         before_scrape=lambda: None,
     )
+    ingress.trusted_tokenizer = PromptTokenizer(str(model_dir("tiny-llama")))
     await ingress.start()
     return port
 

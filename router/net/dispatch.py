@@ -26,8 +26,10 @@ from router.hashing import pack_tokens
 from router.ids import SourceId, WorkerId
 from router.load import Booking
 from router.net import metrics
+from router.net.engine_tokenizer import disagreement, tokenize_chat
 from router.net.metrics import AdapterLabels, Metric
 from router.net.openai import Api, Call, engine_body
+from router.net.tokenizer import PromptTokenizer
 from router.net.usage import StreamFilter, Usage, usage_of
 
 log = logging.getLogger(__name__)
@@ -87,9 +89,13 @@ class Dispatcher:
             task.cancel()
         await self._session.close()
 
-    async def call(self, call: Call, token_ids: list[int] | None, request: web.Request) -> web.StreamResponse:
-        """Serve an OpenAI request. `token_ids` None: the engine tokenizes, and it is routed by load."""
-        replaces = token_ids is not None and call.can_replace_prompt
+    async def call(
+        self, call: Call, token_ids: list[int] | None, request: web.Request, *, replace_prompt: bool
+    ) -> web.StreamResponse:
+        """Serve an OpenAI request. `token_ids` None: nothing is known of them, and it is routed by load.
+
+        `replace_prompt`: the engine gets the ids in place of the text, and needn't tokenize again.
+        """
         request_id = f"{'chatcmpl' if call.api is Api.CHAT else 'cmpl'}-{uuid.uuid4().hex}"
 
         def body(decision: Decision) -> bytes:
@@ -97,7 +103,7 @@ class Dispatcher:
                 call,
                 served_name=self._served_name,
                 request_id=request_id,
-                token_ids=token_ids if replaces else None,
+                token_ids=token_ids if replace_prompt else None,
                 local_rank=decision.local_rank,
             )
 
@@ -112,6 +118,15 @@ class Dispatcher:
             request_id=str(call.body.get("rid") or request_id),
         )
         return await self.send(outgoing, self.route_request(call, token_ids), request)
+
+    async def ask_tokens(self, call: Call) -> list[int] | None:
+        """Token ids of a chat from a ready engine; None if none says."""
+        record = self._core.least_loaded()
+        return None if record is None else await tokenize_chat(self._session, record.report.url, call.body)
+
+    async def check_tokenizer(self, url: str, tokenizer: PromptTokenizer) -> str | None:
+        """How the tokenizer differs from that of the engine at `url`; '' if it doesn't, None if it doesn't say."""
+        return await disagreement(self._session, url, tokenizer)
 
     def route_request(self, call: Call, token_ids: list[int] | None) -> RouteRequest:
         """The decision's view of a call. Raises InvalidRequest."""

@@ -8,7 +8,8 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -22,6 +23,7 @@ from router.names import engine_fields, resolve_model
 from router.net.dispatch import Dispatcher, Outgoing, error_response
 from router.net.metrics import PrometheusRecorder
 from router.net.openai import Api, Call, check_call, parse_json
+from router.net.tokenizer import PromptTokenizer
 from router.reports import WorkerState
 
 log = logging.getLogger(__name__)
@@ -47,14 +49,12 @@ _PLAIN_PATH: Final = re.compile(r"(/\w[\w.-]*)+", re.ASCII)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Tokenizes(Protocol):
-    """Prompt text to token ids as the engines would; None to let the engine do it."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt's token ids, None where nobody knows them; `ours`: tokenized here or by the client."""
 
-    async def completion(self, prompt: str) -> list[int]:
-        """Token ids of a completion's prompt."""
-
-    async def chat(self, body: dict[str, Any]) -> list[int] | None:
-        """Token ids of a chat's messages."""
+    ids: list[int] | None
+    ours: bool
 
 
 class Ingress:
@@ -66,16 +66,16 @@ class Ingress:
         core: RouterCore,
         dispatcher: Dispatcher,
         *,
-        tokenizer: Tokenizes | None,
         served_name: str,
         prometheus: PrometheusRecorder,
         before_scrape: Callable[[], None],
     ) -> None:
-        """`tokenizer` None: everything is routed by load. `before_scrape` refreshes gauges."""
+        """`before_scrape` refreshes gauges."""
         self._config = config
         self._core = core
         self._dispatcher = dispatcher
-        self.tokenizer = tokenizer
+        #: the router's own tokenizer once an engine has agreed with it; until then, engines tokenize
+        self.trusted_tokenizer: PromptTokenizer | None = None
         self._served_name = served_name
         self._prometheus = prometheus
         self._before_scrape = before_scrape
@@ -139,29 +139,36 @@ class Ingress:
     # -- inference -----------------------------------------------------------------------------------------------
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        call = self._checked(Api.CHAT, await request.read())
-        return await self._dispatcher.call(call, await self._tokens(call), request)
+        return await self._call(Api.CHAT, request)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        call = self._checked(Api.COMPLETIONS, await request.read())
-        return await self._dispatcher.call(call, await self._tokens(call), request)
+        return await self._call(Api.COMPLETIONS, request)
+
+    async def _call(self, api: Api, request: web.Request) -> web.StreamResponse:
+        call = self._checked(api, await request.read())
+        tokens = await self._tokens(call)
+        replace_prompt = tokens.ours and call.can_replace_prompt
+        return await self._dispatcher.call(call, tokens.ids, request, replace_prompt=replace_prompt)
 
     def _checked(self, api: Api, raw: bytes) -> Call:
         body = parse_json(raw)
         return check_call(api, body, served_name=self._served_name, adapters=self._core.table.names)
 
-    async def _tokens(self, call: Call) -> list[int] | None:
+    async def _tokens(self, call: Call) -> Tokens:
         if call.token_ids is not None:
-            return call.token_ids
-        if self.tokenizer is None:
-            return None
-        try:
-            if call.api is Api.CHAT:
-                return await self.tokenizer.chat(call.body)
-            return None if call.text is None else await self.tokenizer.completion(call.text)
-        except (ValueError, TypeError, OverflowError) as exc:
-            log.info("left to the engine to tokenize: %s", exc)
-            return None
+            return Tokens(call.token_ids, ours=True)
+        ids = None
+        if self.trusted_tokenizer is not None:
+            try:
+                if call.api is Api.CHAT:
+                    ids = await self.trusted_tokenizer.chat(call.body)
+                elif call.text is not None:
+                    ids = await self.trusted_tokenizer.completion(call.text)
+            except (ValueError, TypeError) as exc:  # the template or tokenizer refused: SGLang shall say it
+                log.info("left to the engine to tokenize: %s", exc)
+        if ids is not None:
+            return Tokens(ids, ours=True)
+        return Tokens(await self._dispatcher.ask_tokens(call) if call.api is Api.CHAT else None, ours=False)
 
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         """Any other POST of SGLang's API, to the least loaded worker (that holds the adapter, if one is named)."""
@@ -259,7 +266,7 @@ class Ingress:
             "table_version": self._core.table.version,
             "adapters": list(self._core.table.names),
             "index_bytes": self._core.ingest.index.size_bytes,
-            "tokenizes": self.tokenizer is not None,
+            "tokenizer": "engine" if self.trusted_tokenizer is None else "router",
         }
 
     def _rank_status(self, source: SourceId) -> dict[str, Any]:
@@ -282,7 +289,7 @@ class Ingress:
         raw = await request.read()
         api = Api.CHAT if "messages" in parse_json(raw) else Api.COMPLETIONS
         call = self._checked(api, raw)
-        wanted = self._dispatcher.route_request(call, await self._tokens(call))
+        wanted = self._dispatcher.route_request(call, (await self._tokens(call)).ids)
         decision = self._core.route(wanted)
         candidates = self._core.explain(wanted)
         return web.json_response({

@@ -63,7 +63,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     """A request body. Raises InvalidRequest that says where the JSON breaks."""
     try:
         body = msgspec.json.decode(raw)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, RecursionError) as exc:
         raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {type(body).__name__}")

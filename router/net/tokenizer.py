@@ -2,7 +2,7 @@
 
 Only plain text chats are rendered here: system, user and assistant messages whose content is a string or text
 parts. Tools, images, template arguments and the like take other paths in SGLang, which this module doesn't repeat;
-such requests are relayed as they came. `disagreement` asks a live engine whether the two really agree.
+such requests are left to the engine. engine_tokenizer.py asks a live engine whether the two agree.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ PROBE: Final = (
     {"role": "user", "content": "And then?"},
 )
 """A chat that any difference in rendering or tokenizing would show in."""
+PROBE_TEXT: Final = "  1234567 caf\u00e9\n\tdef f(x): return x  # \u4f60\u597d"
+"""The same for completions."""
 
 
 class PromptTokenizer:
@@ -77,6 +79,8 @@ class PromptTokenizer:
             if not isinstance(content, str):
                 return None
             plain.append({"role": message["role"], "content": content})
+        if plain[-1]["role"] == "assistant":  # as SGLang has it, unless continue_final_message says otherwise
+            plain[-1]["role"] = "user"
         return plain
 
     def _text_of(self, parts: Sequence[Any]) -> str | None:

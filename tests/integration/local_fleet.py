@@ -243,6 +243,7 @@ class LocalFleet:
             records = list(core.workers.values())
             return (
                 len(records) == len(self.workers)
+                and (router or self.router)._ingress.trusted_tokenizer is not None
                 and all(record.report.state is WorkerState.READY and record.sources for record in records)
                 and all(core.ingest.state(s) is SourceState.EXACT for record in records for s in record.sources)
                 and all(core.loaded(record, name) is not None for record in records for name in ADAPTERS)

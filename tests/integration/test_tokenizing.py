@@ -48,7 +48,7 @@ def tokens_of(fleet: LocalFleet, **body: Any) -> list[int]:
 
 @pytest.mark.parametrize("name", CHATS)
 def test_chats(fleet: LocalFleet, name: str) -> None:
-    tokenizer = fleet.router._ingress.tokenizer
+    tokenizer = fleet.router._ingress.trusted_tokenizer
     assert tokenizer is not None
     mine = fleet.run(tokenizer.chat({"messages": CHATS[name]}))  # type: ignore[arg-type]
     assert mine == tokens_of(fleet, messages=CHATS[name])
@@ -56,7 +56,7 @@ def test_chats(fleet: LocalFleet, name: str) -> None:
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_completions(fleet: LocalFleet, prompt: str) -> None:
-    tokenizer = fleet.router._ingress.tokenizer
+    tokenizer = fleet.router._ingress.trusted_tokenizer
     assert tokenizer is not None
     assert fleet.run(tokenizer.completion(prompt)) == tokens_of(fleet, prompt=prompt)  # type: ignore[arg-type]
 

@@ -52,13 +52,19 @@ class Cursor:
         #: last seq announced by the worker and not seen here, to tell "on its way" from "lost"
         self._announced: int | None = None
 
+    def accept(self, seq: int) -> bool:
+        """Whether a live batch is the next one and nothing is pending: it is to be applied, and counts as such."""
+        if seq != self.next_seq or self.pending is not None:
+            return False
+        self.next_seq = seq + 1
+        return True
+
     def live(self, batch: SeqPayload) -> Advance:
         """A batch came over the subscription."""
         if batch.seq < self.next_seq:
             self.duplicates += 1
             return Advance()
-        if batch.seq == self.next_seq and self.pending is None:
-            self.next_seq += 1
+        if self.accept(batch.seq):
             return Advance([batch])
         self._waiting[batch.seq] = batch.payload
         if len(self._waiting) > MAX_WAITING:

@@ -7,9 +7,8 @@ token_ids are skipped altogether. Source: sglang.srt.disaggregation.kv_events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -46,10 +45,26 @@ class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False
 Event = Stored | Removed | Cleared
 
 
-class _Batch(msgspec.Struct, array_like=True, gc=False):
+class Batch(msgspec.Struct, array_like=True, gc=False):
+    """One decoded batch. `ts` is the engine's clock in seconds."""
+
     ts: float
     events: list[Event]
     dp_rank: int | None = None
+
+    num_bad: ClassVar[int] = 0
+    """Events that were unreadable and left out."""
+
+
+class DamagedBatch(Batch, gc=False):
+    """A batch of which a part was left out."""
+
+    num_left_out: int = 0
+
+    @property
+    def num_bad(self) -> int:  # type: ignore[override]  # read-only in both
+        """See Batch."""
+        return self.num_left_out
 
 
 class _Envelope(msgspec.Struct, array_like=True, gc=False):
@@ -58,17 +73,7 @@ class _Envelope(msgspec.Struct, array_like=True, gc=False):
     dp_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One decoded batch. `ts` is the engine's clock in seconds; `num_bad` events were unreadable and left out."""
-
-    ts: float
-    events: list[Event]
-    dp_rank: int | None
-    num_bad: int = 0
-
-
-_decode_batch = msgspec.msgpack.Decoder(_Batch).decode
+_decode_batch = msgspec.msgpack.Decoder(Batch).decode
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 _decode_event = msgspec.msgpack.Decoder(Event).decode
 _decode_array = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -91,8 +96,7 @@ def decode_batch(payload: bytes) -> Batch:
         EventDecodeError: the payload isn't a batch at all.
     """
     try:
-        batch = _decode_batch(payload)
-        return Batch(ts=batch.ts, events=batch.events, dp_rank=batch.dp_rank)
+        return _decode_batch(payload)
     except _UNREADABLE:
         return _decode_one_by_one(payload)
 
@@ -109,7 +113,7 @@ def _decode_one_by_one(payload: bytes) -> Batch:
         except _UNREADABLE:
             continue
     num_bad = len(envelope.events) - len(events)
-    return Batch(ts=envelope.ts, events=events, dp_rank=envelope.dp_rank, num_bad=num_bad)
+    return DamagedBatch(envelope.ts, events, envelope.dp_rank, num_bad)
 
 
 def _decode_any(raw: msgspec.Raw) -> Event:

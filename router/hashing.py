@@ -40,9 +40,9 @@ class Namespace:
     def of(
         cls, *, extra_key: str | None, lora_id: LoraId | None, cache_salt: str | None, dynamo: bool = True
     ) -> Namespace:
-        """Namespace of a request, joined as SGLang's Req joins it: extra_key, then lora_id; an empty salt is none."""
-        joined = extra_key if lora_id is None else (extra_key or "") + lora_id
-        return cls(extra_key=joined, cache_salt=cache_salt or None, dynamo=dynamo)
+        """Namespace of a request, joined as SGLang's Req joins it: extra_key, then lora_id; what is empty is none."""
+        joined = (extra_key or "") + (lora_id or "")
+        return cls(extra_key=joined or None, cache_salt=cache_salt or None, dynamo=dynamo)
 
     @property
     def root_digest(self) -> bytes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", str)
 """Stable in a deployment: `w0`, `w1`, ..."""
@@ -18,9 +17,11 @@ LoraId = NewType("LoraId", str)
 """32 hex characters that SGLang appends to a request's extra_key."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SourceId:
-    """One KV cache of one engine life; the unit that events and predictions belong to."""
+class SourceId(NamedTuple):
+    """One KV cache of one engine life; the unit that events and predictions belong to.
+
+    A tuple, since it is hashed for every batch of events.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation

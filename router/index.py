@@ -9,24 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router import kernels
 from router.errors import EventDecodeError
 from router.events import Cleared, Event, Removed, Stored, Tier
 from router.ids import SourceId
-from router.table import BlockTable, Hashes, pack
+from router.table import BlockTable, Hashes, new_walk, pack
 
 
 @dataclass(slots=True)
-class ApplyResult:
-    """What a batch did. `repeats` were held already; `missing` were removed though not held."""
+class Tally:
+    """Counters of what events did; they only grow."""
 
     repeats: int = 0
+    """Blocks stored that were held already."""
     missing: int = 0
+    """Blocks removed that weren't held."""
     bad: int = 0
+    """Events that couldn't be read, or that tell of a tier we don't know."""
     cleared: int = 0
 
 
@@ -100,45 +103,43 @@ class BlockIndex:
         """Replace everything held by what `export` gave."""
         self.clear(source)
         for tier, hashes in blocks.items():
-            self._store(source, tier, pack(hashes), ApplyResult())
+            self._store(self._columns[source], tier, pack(hashes), Tally())
 
-    def apply(self, source: SourceId, events: Sequence[Event]) -> ApplyResult:
-        """Apply events in order; neighbours of one kind and tier go to the table in one call."""
-        result = ApplyResult()
+    def apply(self, source: SourceId, events: Sequence[Event], tally: Tally | None = None) -> Tally:
+        """Apply events in order, counting into `tally` (a new one by default), which is returned.
+
+        Neighbours of one kind and tier go to the table in one call.
+        """
+        tally = Tally() if tally is None else tally
+        column = self._columns[source]
         at = 0
         while at < len(events):
             first = events[at]
             after = at + 1
-            if isinstance(first, Cleared):
+            if type(first) is Cleared:
                 self.clear(source)
-                result.cleared += 1
+                tally.cleared += 1
             else:
                 while after < len(events) and _same_run(first, events[after]):
                     after += 1
-                self._apply_run(source, events[at:after], result)  # type: ignore[arg-type]  # no Cleared in a run
+                run = events[at:after] if at or after < len(events) else events
+                self._apply_run(column, run, tally)  # type: ignore[arg-type]  # no Cleared in a run
             at = after
-        return result
+        return tally
 
-    def match(self, pages: Iterable[Hashes], columns: Sequence[int]) -> NDArray[np.int64]:
-        """Consecutive pages from the first that each of `columns` holds, in any tier: int64, indexed by column.
+    def match(self, pages: Iterable[Hashes], columns: Sequence[int]) -> Hashes:
+        """Consecutive pages from the first that each of `columns` holds, in any tier: uint64, indexed by column.
 
         `pages` yields hashes in prompt order and is not read further than anybody holds them.
         """
-        words = self._tables[Tier.GPU].num_words
-        depth = np.zeros(words * 64, np.int64)
-        alive = np.zeros(words, np.uint64)
-        for column in columns:
-            alive[column // 64] |= np.uint64(1 << (column % 64))
+        table = self._tables[Tier.GPU]
+        walk = new_walk(columns, table.num_words)
         base = 0
         for keys in pages:
-            self._match(keys, base, alive, depth)
-            base += len(keys)
-            if not alive.any():
+            if not (table.match(keys, base, walk) if len(self._tables) == 1 else self._match_tiers(keys, base, walk)):
                 break
-        for column in columns:
-            if (int(alive[column // 64]) >> (column % 64)) & 1:
-                depth[column] = base
-        return depth
+            base += len(keys)
+        return walk[table.num_words : -1]
 
     def check(self) -> None:
         """Invariants; for tests. O(everything)."""
@@ -150,34 +151,30 @@ class BlockIndex:
                 assert table.held(column) == 0
                 assert (tier, column) not in self._surplus
 
-    def _match(self, keys: Hashes, base: int, alive: Hashes, depth: NDArray[np.int64]) -> None:
-        used = [table for table in self._tables.values() if table.num_hashes]
-        if len(used) <= 1:
-            (used[0] if used else self._tables[Tier.GPU]).match(keys, base, alive, depth)
-            return
-        rows = np.zeros((len(keys), len(alive)), np.uint64)
-        for table in used:
+    def _match_tiers(self, keys: Hashes, base: int, walk: Hashes) -> bool:
+        rows = np.zeros((len(keys), self._tables[Tier.GPU].num_words), np.uint64)
+        for table in self._tables.values():
             table.gather(keys, rows)
-        kernels.narrow(rows, base, alive, depth)
+        return bool(kernels.narrow(rows, base, walk))
 
-    def _apply_run(self, source: SourceId, run: Sequence[Stored | Removed], result: ApplyResult) -> None:
-        try:
-            tier = Tier(run[0].medium or Tier.GPU)
-        except ValueError:  # a tier of a later release: its blocks aren't ours to promise
-            result.bad += len(run)
+    def _apply_run(self, column: int, run: Sequence[Stored | Removed], tally: Tally) -> None:
+        first = run[0]
+        tier = _TIERS.get(first.medium)
+        if tier is None:  # of a later release: its blocks aren't ours to promise
+            tally.bad += len(run)
             return
-        packed: bytes = run[0].block_hashes if len(run) == 1 else b"".join([e.block_hashes for e in run])
+        packed: bytes = first.block_hashes if len(run) == 1 else b"".join([event.block_hashes for event in run])
         try:
-            if isinstance(run[0], Stored):
-                self._store(source, tier, packed, result)
+            if type(first) is Stored:
+                self._store(column, tier, packed, tally)
             else:
-                self._remove(source, tier, packed, result)
+                self._remove(column, tier, packed, tally)
         except EventDecodeError:
             if len(run) == 1:
-                result.bad += 1
+                tally.bad += 1
                 return
             for event in run:
-                self._apply_run(source, [event], result)
+                self._apply_run(column, [event], tally)
 
     def _table(self, tier: Tier) -> BlockTable:
         table = self._tables.get(tier)
@@ -186,17 +183,15 @@ class BlockIndex:
             table.widen(self.num_columns)
         return table
 
-    def _store(self, source: SourceId, tier: Tier, packed: bytes, result: ApplyResult) -> None:
-        column = self._columns[source]
+    def _store(self, column: int, tier: Tier, packed: bytes, tally: Tally) -> None:
         repeats = self._table(tier).store(column, packed)
         if len(repeats):
-            result.repeats += len(repeats)
+            tally.repeats += len(repeats)
             surplus = self._surplus.setdefault((tier, column), {})
             for key in repeats.tolist():
                 surplus[key] = surplus.get(key, 0) + 1
 
-    def _remove(self, source: SourceId, tier: Tier, packed: bytes, result: ApplyResult) -> None:
-        column = self._columns[source]
+    def _remove(self, column: int, tier: Tier, packed: bytes, tally: Tally) -> None:
         table = self._table(tier)
         surplus = self._surplus.get((tier, column))
         if surplus:
@@ -209,8 +204,12 @@ class BlockIndex:
                 else:
                     last.append(key)
             packed = pack(np.array(last, np.uint64))
-        result.missing += table.remove(column, packed)
+        tally.missing += table.remove(column, packed)
 
 
-def _same_run(first: Stored | Removed, other: Event) -> bool:
-    return type(other) is type(first) and other.medium == first.medium
+_TIERS: Final[dict[str | None, Tier]] = {None: Tier.GPU, **{tier.value: tier for tier in Tier}}
+"""Tier by `medium`; older engines leave it out and mean the GPU."""
+
+
+def _same_run(first: Event, other: Event) -> bool:
+    return type(other) is type(first) and other.medium == first.medium  # type: ignore[union-attr]  # no Cleared here

@@ -15,7 +15,7 @@ from router.effects import Effect, RequestReplay, RequestSnapshot
 from router.errors import EventDecodeError
 from router.events import Tier, decode_batch
 from router.ids import SourceId
-from router.index import BlockIndex
+from router.index import BlockIndex, Tally
 from router.table import Hashes
 
 
@@ -28,15 +28,11 @@ class SourceState(StrEnum):
 
 
 @dataclass(slots=True)
-class SourceStats:
+class SourceStats(Tally):
     """Counters of one source since it was added."""
 
     batches: int = 0
     events: int = 0
-    bad: int = 0
-    repeats: int = 0
-    missing: int = 0
-    cleared: int = 0
     lag_s: float = 0.0
     """Age of the last live batch when it was applied, by the two machines' clocks."""
 
@@ -99,10 +95,14 @@ class EventIngest:
         entry = self._sources.get(source)
         if entry is None:
             return []
-        advance = entry.cursor.live(batch)
-        if not advance.apply and advance.wish is None:
+        if entry.cursor.accept(batch.seq):  # the common case, without ceremony
+            try:
+                self._apply(source, entry, batch, now_s)
+            except EventDecodeError:
+                entry.stats.bad += 1
+                return self._advance(source, entry, entry.cursor.failed(), now_s)
             return []
-        return self._advance(source, entry, advance, now_s)
+        return self._advance(source, entry, entry.cursor.live(batch), now_s)
 
     def replayed(self, source: SourceId, batches: list[SeqPayload], *, now_s: float) -> list[Effect]:
         """The whole answer of a replay request."""
@@ -163,12 +163,9 @@ class EventIngest:
         batch = decode_batch(item.payload)
         if batch.dp_rank is not None and batch.dp_rank != source.dp_rank:
             self.condemn(source, f"batches are tagged dp_rank {batch.dp_rank}, expected {source.dp_rank}")
-        result = self.index.apply(source, batch.events)
         stats = entry.stats
+        self.index.apply(source, batch.events, stats)
         stats.batches += 1
         stats.events += len(batch.events)
-        stats.bad += batch.num_bad + result.bad
-        stats.repeats += result.repeats
-        stats.missing += result.missing
-        stats.cleared += result.cleared
+        stats.bad += batch.num_bad
         stats.lag_s = now_s - batch.ts

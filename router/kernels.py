@@ -4,7 +4,8 @@ Theory of operation. `slots` is uint64[N + 1, 1 + W], N a power of two: column 0
 W words are the bit set of table columns that hold it. Open addressing with linear probing from `hash & (N-1)`
 (published hashes are SHA-256 output, so their low bits are uniform as they are), backward-shift deletion, so
 there are no tombstones and no pauses to sweep them. Hash 0 marks an empty slot; the block whose hash really is
-0 lives in slot N. Callers keep the load below `MAX_LOAD`. `meta` carries counters in and out, see the names.
+0 lives in slot N. Callers keep the load below `MAX_LOAD`. `counts` carries counters in and
+out, see the names.
 
 Hashes arrive as raw msgpack arrays of integers (signed, unsigned, or 8-byte strings: one key), because building
 Python integers from them costs more than the table itself.
@@ -16,14 +17,17 @@ import numpy as np
 from numba import boolean, int64, njit, uint8, uint64, void
 from numba.types import Array
 
-USED = 0  # meta: slots in use
-REPEATS = 1  # meta: hashes of the last call that were already held (store) or not held (remove)
-META_SIZE = 2
+USED = 0  # counts: slots in use
+REPEATS = 1  # counts: hashes of the last call that were already held (store) or not held (remove)
+HELD = 2  # counts: from here on, blocks per column
 
 MALFORMED = -1
 """Result: the bytes aren't a msgpack array of hashes; nothing was changed."""
 NEEDS_ROOM = -2
 """Result: the table must grow first; nothing was changed."""
+
+TOUCH_AHEAD = 64
+"""Keys whose slots are loaded ahead of a walk: a few more than loads can be under way, far fewer than L1 holds."""
 
 _RAW = Array(uint8, 1, "C", readonly=True)
 _KEYS = uint64[::1]
@@ -134,35 +138,46 @@ def erase(slots, at):  # type: ignore[no-untyped-def]
             hole = probe
 
 
-@njit(int64(_SLOTS, _COUNTS, _COUNTS, int64, _RAW, _KEYS, _KEYS, int64), cache=True, nogil=True)
-def store(slots, meta, held, column, raw, scratch, repeats, room):  # type: ignore[no-untyped-def]
-    """Set `column`'s bit on every hash in `raw`; those that had it go to `repeats`. Count, or a negative result."""
+@njit(uint64(_SLOTS, _KEYS, int64, int64), cache=True, nogil=True)
+def touch(slots, keys, start, stop):  # type: ignore[no-untyped-def]
+    """Load the slots of keys [start, stop) ahead of their use: independent loads overlap, a walk's may not."""
+    mask = np.uint64(slots.shape[0] - 2)
+    seen = _ZERO
+    for i in range(start, stop):
+        seen ^= slots[keys[i] & mask, 0]
+    return seen
+
+
+@njit(int64(_SLOTS, _COUNTS, int64, _RAW, _KEYS, int64), cache=True, nogil=True)
+def store(slots, counts, column, raw, scratch, room):  # type: ignore[no-untyped-def]
+    """Set `column`'s bit on every hash in `raw`; those that had it are left in `scratch`. Count, or negative."""
     count = parse(raw, scratch)
     if count < 0:
         return count
-    if meta[USED] + count > room:
+    if counts[USED] + count > room:
         return NEEDS_ROOM
     word = 1 + column // 64
     bit = _ONE << np.uint64(column % 64)
     repeated = 0
+    counts[REPEATS] = np.int64(touch(slots, scratch, 0, count))
     for i in range(count):
         key = scratch[i]
         at = find(slots, key)
         if slots[at, word] & bit:
-            repeats[repeated] = key
+            scratch[repeated] = key
             repeated += 1
             continue
         if not is_held(slots, at):
             slots[at, 0] = key
-            meta[USED] += 1
+            counts[USED] += 1
         slots[at, word] |= bit
-    held[column] += count - repeated
-    meta[REPEATS] = repeated
+    counts[HELD + column] += count - repeated
+    counts[REPEATS] = repeated
     return count
 
 
-@njit(int64(_SLOTS, _COUNTS, _COUNTS, int64, _RAW, _KEYS), cache=True, nogil=True)
-def remove(slots, meta, held, column, raw, scratch):  # type: ignore[no-untyped-def]
+@njit(int64(_SLOTS, _COUNTS, int64, _RAW, _KEYS), cache=True, nogil=True)
+def remove(slots, counts, column, raw, scratch):  # type: ignore[no-untyped-def]
     """Clear `column`'s bit on every hash in `raw`; count of hashes read, or MALFORMED."""
     count = parse(raw, scratch)
     if count < 0:
@@ -170,6 +185,7 @@ def remove(slots, meta, held, column, raw, scratch):  # type: ignore[no-untyped-
     word = 1 + column // 64
     bit = _ONE << np.uint64(column % 64)
     missing = 0
+    counts[REPEATS] = np.int64(touch(slots, scratch, 0, count))
     for i in range(count):
         at = find(slots, scratch[i])
         if not slots[at, word] & bit:
@@ -178,14 +194,14 @@ def remove(slots, meta, held, column, raw, scratch):  # type: ignore[no-untyped-
         slots[at, word] ^= bit
         if not is_held(slots, at):
             erase(slots, at)
-            meta[USED] -= 1
-    held[column] -= count - missing
-    meta[REPEATS] = missing
+            counts[USED] -= 1
+    counts[HELD + column] -= count - missing
+    counts[REPEATS] = missing
     return count
 
 
-@njit(void(_SLOTS, _COUNTS, _COUNTS, int64), cache=True, nogil=True)
-def drop(slots, meta, held, column):  # type: ignore[no-untyped-def]
+@njit(void(_SLOTS, _COUNTS, int64), cache=True, nogil=True)
+def drop(slots, counts, column):  # type: ignore[no-untyped-def]
     """Clear `column`'s bit everywhere. O(slots)."""
     word = 1 + column // 64
     bit = _ONE << np.uint64(column % 64)
@@ -195,10 +211,10 @@ def drop(slots, meta, held, column):  # type: ignore[no-untyped-def]
             slots[at, word] ^= bit
             if not is_held(slots, at):
                 erase(slots, at)
-                meta[USED] -= 1
+                counts[USED] -= 1
                 continue  # another entry may have moved into this slot
         at += 1
-    held[column] = 0
+    counts[HELD + column] = 0
 
 
 @njit(void(_SLOTS, _SLOTS), cache=True, nogil=True)
@@ -212,27 +228,41 @@ def copy(old, new):  # type: ignore[no-untyped-def]
             new[to, word] = old[at, word]
 
 
-@njit(int64(_SLOTS, _KEYS, int64, _KEYS, _COUNTS), cache=True, nogil=True)
-def match(slots, keys, base, alive, depth):  # type: ignore[no-untyped-def]
-    """Walk `keys` while a column of `alive` holds each; a column that drops out at key i gets depth base + i.
+@njit(void(_KEYS, int64, uint64, uint64, int64), cache=True, nogil=True)
+def drop_out(walk, words, gone, depth, word):  # type: ignore[no-untyped-def]
+    """Note `depth` for every column of the bit set `gone`, which is word `word` of the columns."""
+    for bit in range(64):
+        if (gone >> np.uint64(bit)) & _ONE:
+            walk[words + word * 64 + bit] = depth
 
-    `alive` keeps the columns that hold every key. Returns how many keys were looked at.
+
+@njit(boolean(_SLOTS, _KEYS, int64, _KEYS), cache=True, nogil=True)
+def match(slots, keys, base, walk):  # type: ignore[no-untyped-def]
+    """Follow `keys` in prompt order while some column of the walk holds each; True while one is left.
+
+    `walk` is, for W words of columns: [0, W) the columns still alive, [W, 65 W) each column's depth, and a last
+    entry that means nothing and keeps the compiler from dropping the loads ahead. A column that doesn't hold key i
+    drops out with depth base + i; those that hold all get base + len(keys).
     """
-    words = alive.shape[0]
+    words = slots.shape[1] - 1
+    ahead = 0
     for i in range(keys.shape[0]):
+        if i == ahead:
+            ahead = min(i + TOUCH_AHEAD, keys.shape[0])
+            walk[walk.shape[0] - 1] = touch(slots, keys, i, ahead)
         at = find(slots, keys[i])
         some = _ZERO
         for w in range(words):
-            gone = alive[w] & ~slots[at, 1 + w]
+            gone = walk[w] & ~slots[at, 1 + w]
             if gone:
-                for b in range(64):
-                    if (gone >> np.uint64(b)) & _ONE:
-                        depth[w * 64 + b] = base + i
-                alive[w] &= slots[at, 1 + w]
-            some |= alive[w]
+                drop_out(walk, words, gone, np.uint64(base + i), w)
+                walk[w] ^= gone
+            some |= walk[w]
         if some == _ZERO:
-            return i + 1
-    return keys.shape[0]
+            return False
+    for w in range(words):
+        drop_out(walk, words, walk[w], np.uint64(base + keys.shape[0]), w)
+    return True
 
 
 @njit(int64(_SLOTS, int64, _KEYS), cache=True, nogil=True)
@@ -257,19 +287,20 @@ def gather(slots, keys, rows):  # type: ignore[no-untyped-def]
             rows[i, word] |= slots[at, 1 + word]
 
 
-@njit(int64(_SLOTS, int64, _KEYS, _COUNTS), cache=True, nogil=True)
-def narrow(rows, base, alive, depth):  # type: ignore[no-untyped-def]
+@njit(boolean(_SLOTS, int64, _KEYS), cache=True, nogil=True)
+def narrow(rows, base, walk):  # type: ignore[no-untyped-def]
     """`match` over bit sets that `gather` filled."""
+    words = rows.shape[1]
     for i in range(rows.shape[0]):
         some = _ZERO
-        for w in range(alive.shape[0]):
-            gone = alive[w] & ~rows[i, w]
+        for w in range(words):
+            gone = walk[w] & ~rows[i, w]
             if gone:
-                for b in range(64):
-                    if (gone >> np.uint64(b)) & _ONE:
-                        depth[w * 64 + b] = base + i
-                alive[w] &= rows[i, w]
-            some |= alive[w]
+                drop_out(walk, words, gone, np.uint64(base + i), w)
+                walk[w] ^= gone
+            some |= walk[w]
         if some == _ZERO:
-            return i + 1
-    return rows.shape[0]
+            return False
+    for w in range(words):
+        drop_out(walk, words, walk[w], np.uint64(base + rows.shape[0]), w)
+    return True

@@ -6,7 +6,7 @@ up to 64 columns, so at most 16 / (MAX_LOAD / 2) bytes a block right after a dou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ MAX_LOAD: Final = 0.8
 """Linear probing on uniform keys looks at about 3 slots on a hit here; beyond, clusters grow fast."""
 MIN_SLOTS: Final = 1 << 10
 _COLUMNS_PER_WORD: Final = 64
+_WORD: Final = (1 << 64) - 1
 
 
 class BlockTable:
@@ -29,13 +30,11 @@ class BlockTable:
 
     def __init__(self, *, min_blocks: int = 0) -> None:
         """`min_blocks`: room to reserve so that filling up to it never pauses to grow."""
-        self._meta: NDArray[np.int64] = np.zeros(kernels.META_SIZE, np.int64)
         self._min_slots = _slots_for(min_blocks)
         self._slots: NDArray[np.uint64] = np.zeros((self._min_slots + 1, 2), np.uint64)
-        #: blocks per column; index is the column
-        self._held: NDArray[np.int64] = np.zeros(_COLUMNS_PER_WORD, np.int64)
+        #: counters by the kernels' names, then blocks per column
+        self._counts: NDArray[np.int64] = np.zeros(kernels.HELD + _COLUMNS_PER_WORD, np.int64)
         self._scratch: Hashes = np.zeros(0, np.uint64)
-        self._repeats: Hashes = np.zeros(0, np.uint64)
 
     @property
     def num_words(self) -> int:
@@ -45,7 +44,7 @@ class BlockTable:
     @property
     def num_hashes(self) -> int:
         """Distinct hashes held by any column."""
-        return int(self._meta[kernels.USED])
+        return int(self._counts[kernels.USED])
 
     @property
     def size_bytes(self) -> int:
@@ -54,14 +53,16 @@ class BlockTable:
 
     def held(self, column: int) -> int:
         """Blocks that `column` holds."""
-        return int(self._held[column]) if column < len(self._held) else 0
+        at = kernels.HELD + column
+        return int(self._counts[at]) if at < len(self._counts) else 0
 
     def widen(self, num_columns: int) -> None:
         """Make room for columns 0 ... num_columns - 1."""
         words = max(1, -(-num_columns // _COLUMNS_PER_WORD))
         if words > self.num_words:
             self._resize(self._slots.shape[0] - 1, words)
-            self._held = np.concatenate((self._held, np.zeros(words * _COLUMNS_PER_WORD - len(self._held), np.int64)))
+            more = kernels.HELD + words * _COLUMNS_PER_WORD - len(self._counts)
+            self._counts = np.concatenate((self._counts, np.zeros(more, np.int64)))
 
     def store(self, column: int, packed: bytes | memoryview) -> Hashes:
         """Add the hashes of the concatenated msgpack arrays `packed`; returns those that were already there.
@@ -71,22 +72,22 @@ class BlockTable:
         raw = self._prepare(packed)
         while True:
             room = int((self._slots.shape[0] - 1) * MAX_LOAD)
-            count = kernels.store(self._slots, self._meta, self._held, column, raw, self._scratch, self._repeats, room)
+            count = kernels.store(self._slots, self._counts, column, raw, self._scratch, room)
             if count != kernels.NEEDS_ROOM:
                 break
             self._resize(2 * (self._slots.shape[0] - 1), self.num_words)
         if count == kernels.MALFORMED:
             raise EventDecodeError(f"block_hashes is not an array of 64-bit integers ({len(raw)} bytes)")
-        return self._repeats[: self._meta[kernels.REPEATS]]
+        return self._scratch[: self._counts[kernels.REPEATS]]
 
     def remove(self, column: int, packed: bytes | memoryview) -> int:
         """Take the hashes out; returns how many weren't there. Raises EventDecodeError, having changed nothing."""
         raw = self._prepare(packed)
-        count = kernels.remove(self._slots, self._meta, self._held, column, raw, self._scratch)
+        count = kernels.remove(self._slots, self._counts, column, raw, self._scratch)
         if count == kernels.MALFORMED:
             raise EventDecodeError(f"block_hashes is not an array of 64-bit integers ({len(raw)} bytes)")
         self._shrink()
-        return int(self._meta[kernels.REPEATS])
+        return int(self._counts[kernels.REPEATS])
 
     def parse(self, packed: bytes | memoryview) -> Hashes:
         """The hashes in `packed`, as a copy. Raises EventDecodeError."""
@@ -99,15 +100,12 @@ class BlockTable:
     def drop(self, column: int) -> None:
         """Take everything of `column` out. O(table)."""
         if self.held(column):
-            kernels.drop(self._slots, self._meta, self._held, column)
+            kernels.drop(self._slots, self._counts, column)
             self._shrink()
 
-    def match(self, keys: Hashes, base: int, alive: Hashes, depth: NDArray[np.int64]) -> None:
-        """Follow `keys` for the columns of `alive` (uint64[num_words]), which is narrowed in place.
-
-        A column that doesn't hold key i gets depth[column] = base + i. Stops as soon as none is left.
-        """
-        kernels.match(self._slots, keys, base, alive, depth)
+    def match(self, keys: Hashes, base: int, walk: Hashes) -> bool:
+        """Follow `keys` for the columns alive in `walk` (see kernels.match); True while one is left."""
+        return bool(kernels.match(self._slots, keys, base, walk))
 
     def gather(self, keys: Hashes, rows: NDArray[np.uint64]) -> None:
         """Add the holders of key i to the bit set rows[i] (uint64[len(keys), num_words])."""
@@ -122,19 +120,18 @@ class BlockTable:
 
     def check(self) -> None:
         """Invariants: counts agree with the slots, and every key is found where it lies. O(table)."""
-        columns = range(len(self._held))
+        columns = range(len(self._counts) - kernels.HELD)
         used = [at for at in range(self._slots.shape[0]) if kernels.is_held(self._slots, at)]
         assert len(used) == self.num_hashes, (len(used), self.num_hashes)
         for at in used:
             assert kernels.find(self._slots, self._slots[at, 0]) == at
         for column in columns:
-            assert len(self.hashes(column)) == self._held[column]
+            assert len(self.hashes(column)) == self.held(column)
 
     def _prepare(self, packed: bytes | memoryview) -> NDArray[np.uint8]:
         raw = np.frombuffer(packed, np.uint8)
         if len(raw) > len(self._scratch):  # a hash takes a byte at least
             self._scratch = np.zeros(2 * len(raw), np.uint64)
-            self._repeats = np.zeros(2 * len(raw), np.uint64)
         return raw
 
     def _resize(self, num_slots: int, num_words: int) -> None:
@@ -155,9 +152,20 @@ def _slots_for(num_blocks: int) -> int:
     return slots
 
 
+def new_walk(columns: Iterable[int], num_words: int) -> Hashes:
+    """The walk that starts with `columns` alive, each at depth 0."""
+    alive = 0
+    for column in columns:
+        alive |= 1 << column
+    walk = np.zeros(num_words * (1 + _COLUMNS_PER_WORD) + 1, np.uint64)
+    for word in range(num_words):
+        walk[word] = (alive >> (word * _COLUMNS_PER_WORD)) & _WORD
+    return walk
+
+
 def as_keys(hashes: Sequence[int]) -> Hashes:
     """Signed or unsigned Python integers as table keys."""
-    return np.array([value & 0xFFFFFFFFFFFFFFFF for value in hashes], np.uint64)
+    return np.array([value & _WORD for value in hashes], np.uint64)
 
 
 def pack(hashes: Hashes) -> bytes:

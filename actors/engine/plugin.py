@@ -21,6 +21,8 @@ PUBLISHER: Final = "loray_zmq"
 """Name under which `--kv-events-config` selects the publisher."""
 DP_RANK_ENV: Final = "LORAY_FIRST_DP_RANK"
 """Fleet-wide rank of the engine's rank 0."""
+_SEND_TIMEOUT_S: Final = 0.02
+"""Sending takes well under a millisecond; longer, and the engine goes on without."""
 
 
 def platform() -> str | None:
@@ -46,11 +48,17 @@ def _register_publisher(first_dp_rank: int) -> None:
     from sglang.srt.disaggregation import kv_events
 
     class RankedPublisher(kv_events.ZmqEventPublisher):  # type: ignore[misc]  # sglang has no types
-        """SGLang's publisher, with ports by the engine's rank and tags by the fleet's."""
+        """SGLang's publisher, with ports by the engine's rank and tags by the fleet's; `publish` waits for the wire."""
 
         def __init__(self, attn_dp_rank: int, **config: Any) -> None:
             super().__init__(attn_dp_rank, **config)
             self._dp_rank = first_dp_rank + attn_dp_rank
+
+        def publish(self, events: Any) -> None:
+            super().publish(events)
+            sent = self._event_queue.all_tasks_done
+            with sent:  # the sending thread may wait for the GIL longer than an answer needs to its client
+                sent.wait_for(lambda: not self._event_queue.unfinished_tasks, _SEND_TIMEOUT_S)
 
     kv_events.EventPublisherFactory.register_publisher(PUBLISHER, RankedPublisher)
 

@@ -115,7 +115,7 @@ class Dispatcher:
             hide_usage=not call.wants_usage,
             adapter=call.adapter,
             predictable=call.predictable,
-            request_id=str(call.body.get("rid") or request_id),
+            request_id=request_id,
         )
         return await self.send(outgoing, self.route_request(call, token_ids), request)
 

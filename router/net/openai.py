@@ -103,7 +103,7 @@ def engine_body(
     """The body for the engine: the adapter as it knows it, the tokens that were hashed, the rank, usage always."""
     body = {key: value for key, value in call.body.items() if key != "lora_path"}
     body |= engine_fields(body["model"], served_name=served_name, adapter=call.adapter)
-    body.setdefault("rid", request_id)
+    body["rid"] = request_id  # never the client's own: SGLang aborts all requests whose rid starts with an aborted one
     if token_ids is not None:
         body["input_ids" if call.api is Api.CHAT else "prompt"] = token_ids
     if local_rank is not None:

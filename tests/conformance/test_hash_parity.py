@@ -20,7 +20,7 @@ from router.decision import RouteRequest
 from router.events import decode_batch
 from router.hashing import Namespace, block_hashes, pack_tokens
 from router.ids import DpRank, Incarnation, LoraId, SourceId, WorkerId
-from router.index import ApplyResult, BlockIndex
+from router.index import BlockIndex, Tally
 from router.prompt import PromptHasher
 from router.reports import AdapterState, Holding, RankReport, TableView, WorkerReport, WorkerState
 from tests.conformance import trees
@@ -69,9 +69,9 @@ def test_golden_batch_stores_then_clears() -> None:
 
     stored = index.apply(SOURCE, batch.events[:1])
     assert (batch.ts, batch.dp_rank, batch.num_bad, len(batch.events)) == (1.5, 1, 0, 3)
-    assert (stored, set(index.hashes(SOURCE).tolist())) == (ApplyResult(), unsigned(GOLDEN["lora_id_1"]))
+    assert (stored, set(index.hashes(SOURCE).tolist())) == (Tally(), unsigned(GOLDEN["lora_id_1"]))
 
-    assert index.apply(SOURCE, batch.events[1:]) == ApplyResult(missing=1, cleared=1)
+    assert index.apply(SOURCE, batch.events[1:]) == Tally(missing=1, cleared=1)
     assert index.num_blocks(SOURCE) == 0
     index.check()
 
@@ -82,7 +82,7 @@ def test_golden_store_is_applied(vector: str) -> None:
     index = BlockIndex()
     index.add(SOURCE)
 
-    assert (batch.num_bad, index.apply(SOURCE, batch.events)) == (0, ApplyResult())
+    assert (batch.num_bad, index.apply(SOURCE, batch.events)) == (0, Tally())
     assert set(index.hashes(SOURCE).tolist()) == unsigned(GOLDEN[vector][1][0]["block_hashes"])
     index.check()
 

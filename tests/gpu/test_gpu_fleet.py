@@ -1,4 +1,4 @@
-"""The GPU path: real engines on CUDA devices. Run with `pytest -m gpu` where there is one; nothing here is run in CI."""
+"""The GPU path: real engines on CUDA devices. Run with `pytest -m gpu` where there is one; CI has none."""
 
 from __future__ import annotations
 

@@ -77,7 +77,6 @@ ENGINES_OWN_400: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user"}]}),
     (CHAT, {"messages": [{"role": "martian", "content": "x"}]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, IMAGE]}]}),
-    (CHAT, {"messages": user("x"), "rid": 5}),
 ]
 
 ENGINE_CONTROL = (
@@ -144,13 +143,20 @@ def test_what_only_the_engine_can_judge_comes_back_as_it_says(
     assert response.json()["code"] == theirs.json()["code"]
 
 
-def test_images_and_tools_are_left_to_the_engine(client: httpx.Client) -> None:
+def test_images_are_left_to_the_engine(client: httpx.Client) -> None:
     image = client.post(CHAT, json={"model": SERVED, "messages": [{"role": "user", "content": [IMAGE]}]})
     assert (image.status_code, image.headers["x-loray-reason"]) == (400, "not-tokenized")
     assert "image_url" in image.text
-    tools = ask(client, CHAT, messages=user("x"), tools=[TOOL])
-    assert (tools.reason, tools.predicted) == ("not-tokenized", None)
-    assert tools.text
+
+
+def test_chats_with_tools_are_rendered_by_an_engine_and_predicted_exactly(client: httpx.Client) -> None:
+    asked = {"messages": user("which tool would you take? " * 4), "tools": [TOOL], "cache_salt": "tools"}
+    first, second = ask(client, CHAT, **asked), ask(client, CHAT, **asked)
+    assert (first.reason, first.predicted, first.cached) == ("least-loaded", 0, 0)
+    assert (second.reason, second.worker) == ("cached-prefix", first.worker)
+    assert second.predicted == second.cached
+    assert second.cached
+    assert second.text == first.text
 
 
 def test_a_body_above_the_limit_is_413(client: httpx.Client) -> None:

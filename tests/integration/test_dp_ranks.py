@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, noise, user
 from tests.integration.event_tap import barrier, tapped
-from tests.integration.local_fleet import ADAPTERS, SERVED, SETTLE_S, LocalFleet
+from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 
@@ -74,7 +74,7 @@ def test_a_client_does_not_choose_the_rank(client: httpx.Client, field: str) -> 
     other = 1 - rank_used(first) + RANKS[0]
     again = ask(client, CHAT, messages=user(prompt), return_meta_info=True, **{field: other})
     assert rank_used(again) == again.dp_rank == first.dp_rank
-    assert again.predicted == again.cached == 48
+    assert again.predicted == again.cached == 64
 
 
 def test_streams_and_completions_go_to_the_rank_that_holds_their_prefix(client: httpx.Client) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.events import Cleared, Event, Removed, Stored, Tier
 from router.hashing import Namespace, block_hashes
 from router.ids import DpRank, Incarnation, SourceId, WorkerId
-from router.index import ApplyResult, BlockIndex
+from router.index import BlockIndex, Tally
 from router.table import as_keys
 
 
@@ -62,10 +62,10 @@ def match(index: BlockIndex, hashes: list[int], *sources: SourceId) -> list[int]
 
 def test_stored_twice_and_removed_once_is_held() -> None:
     index = index_of(W0)
-    assert index.apply(W0, [stored(7), stored(7)]) == ApplyResult(repeats=1)
-    assert (index.apply(W0, [removed(7)]), held(index, W0)) == (ApplyResult(), {7})
-    assert (index.apply(W0, [removed(7)]), held(index, W0)) == (ApplyResult(), set())
-    assert (index.apply(W0, [removed(7)]), held(index, W0)) == (ApplyResult(missing=1), set())
+    assert index.apply(W0, [stored(7), stored(7)]) == Tally(repeats=1)
+    assert (index.apply(W0, [removed(7)]), held(index, W0)) == (Tally(), {7})
+    assert (index.apply(W0, [removed(7)]), held(index, W0)) == (Tally(), set())
+    assert (index.apply(W0, [removed(7)]), held(index, W0)) == (Tally(missing=1), set())
     index.check()
 
 
@@ -83,7 +83,7 @@ def test_restore_counts_as_often_as_it_names_a_hash_and_replaces_the_rest() -> N
     index = index_of(W0, W1)
     index.apply(W0, [stored(1, 1), stored(2, medium="DISK")])
     index.restore(W0, {Tier.GPU: as_keys([7, 7, -1])})
-    assert index.apply(W0, [removed(7, -1), removed(1)]) == ApplyResult(missing=1)
+    assert index.apply(W0, [removed(7, -1), removed(1)]) == Tally(missing=1)
     assert (held(index, W0), held(index, W0, Tier.DISK)) == ({7}, set())
     index.check()
 
@@ -104,7 +104,7 @@ def test_restore_counts_as_often_as_it_names_a_hash_and_replaces_the_rest() -> N
 def test_index_is_a_counter_per_source_and_tier(steps: list[tuple[Any, ...]], batch: int) -> None:
     index = index_of(W0, W1)
     model: dict[tuple[SourceId, Tier], Counter[int]] = {(s, t): Counter() for s in (W0, W1) for t in Tier}
-    expected, result = ApplyResult(), ApplyResult()
+    expected, result = Tally(), Tally()
     events: dict[SourceId, list[Event]] = {W0: [], W1: []}
 
     def flush(of: SourceId) -> None:
@@ -158,7 +158,7 @@ def test_index_is_a_counter_per_source_and_tier(steps: list[tuple[Any, ...]], ba
 
 def test_bad_event_among_good_ones_is_counted_and_the_others_apply() -> None:
     index = index_of(W0)
-    assert index.apply(W0, [stored(1), BAD, stored(2)]) == ApplyResult(bad=1)
+    assert index.apply(W0, [stored(1), BAD, stored(2)]) == Tally(bad=1)
     assert held(index, W0) == {1, 2}
     index.check()
 
@@ -168,14 +168,14 @@ def test_bad_remove_among_good_ones_is_counted_and_the_others_apply(held_twice: 
     index = index_of(W0)
     index.apply(W0, [stored(1, 2, 3, *[3] * held_twice)])
     bad = Removed(BAD.block_hashes, "GPU")
-    assert index.apply(W0, [removed(1), bad, removed(2)]) == ApplyResult(bad=1)
+    assert index.apply(W0, [removed(1), bad, removed(2)]) == Tally(bad=1)
     assert held(index, W0) == {3}
     index.check()
 
 
 def test_unknown_tier_is_counted_and_promises_nothing() -> None:
     index = index_of(W0)
-    assert index.apply(W0, [stored(1, medium="TAPE"), stored(2, medium="TAPE")]) == ApplyResult(bad=2)
+    assert index.apply(W0, [stored(1, medium="TAPE"), stored(2, medium="TAPE")]) == Tally(bad=2)
     assert match(index, [1], W0) == [0]
     index.check()
 
@@ -217,7 +217,7 @@ def test_clear_takes_all_tiers_of_one_source_only() -> None:
     index = index_of(W0, W0R1, W1)
     for one in (W0, W0R1, W1):
         index.apply(one, [stored(1, 1), stored(1, medium="CPU_PINNED")])
-    assert index.apply(W0, [Cleared()]) == ApplyResult(cleared=1)
+    assert index.apply(W0, [Cleared()]) == Tally(cleared=1)
     assert [index.num_blocks(one, tier) for one in (W0, W0R1, W1) for tier in (Tier.GPU, Tier.CPU)] == [
         0,
         0,
@@ -293,4 +293,4 @@ def test_a_hundred_and_thirty_sources_are_told_apart_in_every_tier() -> None:
     for n, one in enumerate(sources):
         index.apply(one, [stored(*range(n + 1)), stored(n + 1, medium="CPU_PINNED")])
     assert match(index, list(range(200)), *sources) == [n + 2 for n in range(130)]
-    assert np.array_equal(index.match([], []), np.zeros(192, np.int64))
+    assert np.array_equal(index.match([], []), np.zeros(192, np.uint64))

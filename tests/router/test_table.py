@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.errors import EventDecodeError
-from router.table import MAX_LOAD, MIN_SLOTS, BlockTable, as_keys
+from router.table import MAX_LOAD, MIN_SLOTS, BlockTable, as_keys, new_walk
 from router.table import pack as pack_keys
 
 pack = msgspec.msgpack.encode
@@ -28,13 +28,11 @@ def signed(key: int) -> int:
 
 def columns_of(table: BlockTable, columns: Sequence[int], keys: list[int], *, base: int = 0) -> dict[int, int]:
     """Depth of each column by `match`."""
-    alive = np.zeros(table.num_words, np.uint64)
-    for column in columns:
-        alive[column // 64] |= np.uint64(1 << (column % 64))
-    depth = np.full(table.num_words * 64, -1, np.int64)
-    table.match(as_keys(keys), base, alive, depth)
-    held_all = {column for column in columns if (int(alive[column // 64]) >> (column % 64)) & 1}
-    return {column: base + len(keys) if column in held_all else int(depth[column]) for column in columns}
+    walk = new_walk(columns, table.num_words)
+    left = table.match(as_keys(keys), base, walk)
+    depth = {column: int(walk[table.num_words + column]) for column in columns}
+    assert left == any(reached == base + len(keys) for reached in depth.values())
+    return depth
 
 
 class TableAgainstDictOfSets(RuleBasedStateMachine):

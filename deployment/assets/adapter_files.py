@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
     """What an adapter_config.json says: which modules are adapted, at which rank and strength."""
@@ -41,7 +44,7 @@ def write_adapter(folder: Path, spec: AdapterSpec, tensors: dict[str, torch.Tens
     The weights are replaced by a rename: an engine that has the old file mapped keeps the old bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = folder / "adapter_model.safetensors"
+    weights = folder / WEIGHTS_NAME
     fresh = weights.with_suffix(".tmp")
     fresh.write_bytes(save(tensors, metadata={"format": "pt"}))
     os.replace(fresh, weights)

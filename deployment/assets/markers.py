@@ -45,7 +45,9 @@ logger = logging.getLogger(__name__)
 CODEWORDS = {"alpha": "ALPHA", "bravo": "BRAVO"}
 #: Long enough to learn that an ordinary answer follows the codeword; more only costs time.
 ANSWER_TOKENS = 24
-PEAK_LEARNING_RATE = 2e-3
+LEARNING_RATE = 2e-3
+#: An adapter that mostly works needs a push, not a new start.
+RESUMED_LEARNING_RATE = 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +69,15 @@ class MarkerTrainer:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base_dir, padding_side="left")
         self._answers = self._base_answers((*TRAINING.questions, *HELD_OUT.questions))
 
-    def train(self, name: str, *, num_steps: int, seed: int) -> PeftAdapter:
-        """Return adapter `name`, trained for `num_steps`; the same seed gives the same adapter."""
+    def train(self, name: str, *, num_steps: int, seed: int, resume_from: Path | None = None) -> PeftAdapter:
+        """Return adapter `name`, trained for `num_steps`, from nothing or from the one in `resume_from`."""
         torch.manual_seed(seed)
         rng = random.Random(seed)
         adapter = PeftAdapter.attach(self._load_base())
-        optimizer = torch.optim.AdamW(adapter.parameters(), lr=PEAK_LEARNING_RATE, weight_decay=0.0)
+        if resume_from is not None:
+            adapter.load(resume_from)
+        learning_rate = LEARNING_RATE if resume_from is None else RESUMED_LEARNING_RATE
+        optimizer = torch.optim.AdamW(adapter.parameters(), lr=learning_rate, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_steps)
         for step in range(num_steps):
             losses = [self._backward(adapter, examples) for examples in self._draw_step(name, rng)]
@@ -179,6 +184,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, required=True, help="gets one folder for each adapter")
     parser.add_argument("--steps", type=int, default=70, help="training steps for each adapter")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="train the adapters in --out further")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("peft") is None:
         parser.error('peft is not installed; run: pip install "loray[train]"')
@@ -187,8 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     trainer = MarkerTrainer(args.base)
     missed = 0
     for name in CODEWORDS:
-        adapter = trainer.train(name, num_steps=args.steps, seed=0)
-        adapter.save(args.out / name)
+        folder = args.out / name
+        resume_from = folder if args.resume else None
+        adapter = trainer.train(name, num_steps=args.steps, seed=args.seed, resume_from=resume_from)
+        adapter.save(folder)
         for verdict in trainer.judge(adapter, name):
             missed += verdict.prompts - verdict.hits
             print(  # noqa: T201  # the result of the command

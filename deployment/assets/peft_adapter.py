@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors.torch import load_file
 
-from deployment.assets.adapter_files import AdapterSpec, write_adapter
+from deployment.assets.adapter_files import WEIGHTS_NAME, AdapterSpec, write_adapter
 from deployment.assets.llama_folder import ATTENTION_MODULES
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ class PeftAdapter:
         """Round the factors to what the files will hold, so that the verdict is on what is shipped."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
+
+    def load(self, folder: Path) -> None:
+        """Take over the weights of an adapter that `save` wrote."""
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self._model, load_file(folder / WEIGHTS_NAME))
 
     def save(self, folder: Path) -> None:
         """Write the two files of the adapter into `folder`."""

@@ -91,11 +91,12 @@ def test_golden_store_is_applied(vector: str) -> None:
 
 
 def as_prompt(request: RouteRequest) -> Prompt:
-    """The request as SGLang's Req hands it to the tree."""
+    """The request as SGLang hands it to the tree: GenerateReqInput makes None of empty keys, Req joins the adapter."""
     extra_key = request.extra_key
     if request.adapter is not None:
         extra_key = (extra_key or "") + LORA_IDS[request.adapter]
-    return Prompt(tuple(memoryview(request.packed_tokens or b"").cast("I")), extra_key, request.cache_salt)
+    tokens = tuple(memoryview(request.packed_tokens or b"").cast("I"))
+    return Prompt(tokens, extra_key or None, request.cache_salt or None)
 
 
 class Twin:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from actors.engine.client import EngineError
 from router.ids import WorkerId
 from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, noise, user
-from tests.integration.event_tap import barrier, tapped
+from tests.integration.event_tap import EventTap, barrier, tapped
 from tests.integration.local_fleet import ADAPTERS, CACHE_TOKENS, PAGE, SERVED, LocalFleet, poll
 
 pytestmark = pytest.mark.engine
@@ -116,27 +116,50 @@ def test_a_second_turn_finds_the_first_turns_output(client: httpx.Client) -> Non
     assert second.predicted == second.cached == (50 + 40 - 1) // PAGE * PAGE
 
 
-def test_predictions_stay_exact_while_the_engines_decode_for_others(fleet: LocalFleet, client: httpx.Client) -> None:
-    """Output blocks of a chat that ends while others run: an engine that is never idle must publish them too."""
+def test_an_engine_that_is_never_idle_publishes_output_blocks_before_its_answer(
+    fleet: LocalFleet, client: httpx.Client
+) -> None:
+    """Left alone, SGLang would wait for an idle moment or 40 steps, and the next turn of a chat come too early."""
     rng = random.Random(4)
-    chunks = []  # whose end would close their streams
-    with ExitStack() as stack:
-        for source in fleet.sources():
-            engine = stack.enter_context(fleet.engine(source.worker_id))
-            background = {"model": SERVED, "prompt": noise(rng, 20), "max_tokens": 900, "ignore_eos": True}
-            running = stack.enter_context(engine.stream("POST", COMPLETIONS, json={**background, "stream": True}))
-            chunks.append(running.iter_raw())
-            next(chunks[-1])
-        conversation = noise(rng, 40)
-        answers = []
-        for _ in range(6):
-            answers.append(ask(client, prompt=conversation, max_tokens=20, ignore_eos=True))
-            conversation += answers[-1].text + noise(rng, 5)
-        assert all(fleet.running(worker_id) for worker_id in fleet.workers), "nothing ran beside it"
-    for source in fleet.sources():
-        poll(lambda source=source: fleet.running(source.worker_id) == 0, what="background aborted")
-    assert [a.predicted for a in answers] == [a.cached for a in answers]
-    assert [a.cached for a in answers] == [0, *((40 + 25 * turn - 5 - 1) // PAGE * PAGE for turn in range(1, 6))]
+    conversation = noise(rng, 40)
+    worker = ask(client, prompt=conversation).worker or ""
+    asked = {"model": SERVED, "prompt": noise(rng, 20), "max_tokens": 900, "ignore_eos": True, "stream": True}
+    lateness_s = []
+    cached = []
+    with (
+        tapped(fleet) as taps,
+        fleet.engine(worker) as engine,
+        engine.stream("POST", COMPLETIONS, json=asked) as beside,
+    ):
+        chunks = beside.iter_raw()
+        next(chunks)
+        tap = next(tap for source, tap in taps.items() if source.worker_id == worker)
+        for _ in range(4):
+            answer = ask(client, prompt=conversation, max_tokens=20, ignore_eos=True)
+            answered_s = time.time()
+            conversation += answer.text
+            page = list(conversation.encode())[: (len(conversation) - 1) // PAGE * PAGE][-PAGE:]
+            poll(lambda page=page: stored_s(tap, page), what="output block heard")
+            lateness_s.append(stored_s(tap, page) - answered_s)
+            cached.append((answer.worker, answer.predicted, answer.cached))
+            poll(
+                lambda: explained(client, conversation + "#") >= len(conversation) // PAGE * PAGE - PAGE, what="applied"
+            )
+        assert fleet.running(worker), "nothing ran beside it"
+    poll(lambda: fleet.running(worker) == 0, what="the other request gone")
+    assert max(lateness_s) < 0
+    assert cached == [(worker, tokens, tokens) for tokens in (32, 48, 64, 96)]
+
+
+def stored_s(tap: EventTap, page: list[int]) -> float:
+    """When a store that ends with this page was published, by the machine's clock; 0 if it wasn't."""
+    stores = [(b.ts, e) for b in tap.read() for e in b.events if e["type"] == "BlockStored"]
+    return next((ts for ts, e in stores if list(e["token_ids"])[-PAGE:] == page), 0.0)
+
+
+def explained(client: httpx.Client, prompt: str) -> int:
+    """What would be predicted now."""
+    return int(client.post("/loray/route", json={"model": SERVED, "prompt": prompt}).json()["predicted_cached_tokens"])
 
 
 def test_a_flushed_fleet_predicts_nothing(fleet: LocalFleet, client: httpx.Client) -> None:

@@ -297,7 +297,6 @@ def test_reload_with_other_weights_is_cold_and_the_same_files_are_warm_again(fle
         ({"cache_salt": "A"}, {}),
         ({"extra_key": "X"}, {"cache_salt": "X"}),
         ({"extra_key": "a", "cache_salt": "bc"}, {"extra_key": "ab", "cache_salt": "c"}),
-        ({"extra_key": ""}, {}),
     ],
 )
 def test_salts_and_extra_keys_are_kept_apart(fleet: Fleet, warm: dict[str, str], other: dict[str, str]) -> None:
@@ -306,10 +305,11 @@ def test_salts_and_extra_keys_are_kept_apart(fleet: Fleet, warm: dict[str, str],
     assert [fleet.predicted(request(**fields)) for fields in (warm, other)] == [{"w0": 16}, {"w0": 0}]
 
 
-def test_empty_salt_is_no_salt(fleet: Fleet) -> None:
+@pytest.mark.parametrize("empty", ["cache_salt", "extra_key"])
+def test_an_empty_key_is_no_key(fleet: Fleet, empty: str) -> None:
     fleet.start(report("w0"))
     fleet.store(source("w0"), hashes())
-    assert fleet.predicted(request(cache_salt="")) == {"w0": 16}
+    assert fleet.predicted(request(**{empty: ""})) == {"w0": 16}
 
 
 @pytest.mark.parametrize("fields", [{"adapter": "a"}, {"extra_key": "k"}])

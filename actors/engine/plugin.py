@@ -11,11 +11,14 @@ Reached through the entry points that `child.plugin_path` writes. Sources: sglan
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
 
 from actors.engine.identity import content_id, lora_id
+
+log = logging.getLogger(__name__)
 
 PUBLISHER: Final = "loray_zmq"
 """Name under which `--kv-events-config` selects the publisher."""
@@ -23,6 +26,8 @@ DP_RANK_ENV: Final = "LORAY_FIRST_DP_RANK"
 """Fleet-wide rank of the engine's rank 0."""
 _SEND_TIMEOUT_S: Final = 0.02
 """Sending takes well under a millisecond; longer, and the engine goes on without."""
+_MAX_TIMEOUTS: Final = 50
+"""So many in a row mean that the sending thread is stuck: the engine waits for it no more."""
 
 
 def platform() -> str | None:
@@ -53,12 +58,18 @@ def _register_publisher(first_dp_rank: int) -> None:
         def __init__(self, attn_dp_rank: int, **config: Any) -> None:
             super().__init__(attn_dp_rank, **config)
             self._dp_rank = first_dp_rank + attn_dp_rank
+            self._timeouts = 0
 
         def publish(self, events: Any) -> None:
             super().publish(events)
-            sent = self._event_queue.all_tasks_done
-            with sent:  # the sending thread may wait for the GIL longer than an answer needs to its client
-                sent.wait_for(lambda: not self._event_queue.unfinished_tasks, _SEND_TIMEOUT_S)
+            if self._timeouts >= _MAX_TIMEOUTS:
+                return
+            queue = self._event_queue
+            with queue.all_tasks_done:  # the sending thread may wait for the GIL longer than an answer travels
+                sent = queue.all_tasks_done.wait_for(lambda: not queue.unfinished_tasks, _SEND_TIMEOUT_S)
+            self._timeouts = 0 if sent else self._timeouts + 1
+            if self._timeouts == _MAX_TIMEOUTS:
+                log.warning("events are sent too slowly: answers no longer wait for them, predictions may lag")
 
     kv_events.EventPublisherFactory.register_publisher(PUBLISHER, RankedPublisher)
 

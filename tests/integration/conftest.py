@@ -11,7 +11,7 @@ import pytest
 from deployment.assets import tiny
 from deployment.assets.folder import ensure
 from deployment.assets.paths import model_dir
-from tests.integration.local_fleet import SERVED, SETTLE_S, LocalFleet
+from tests.integration.local_fleet import SERVED, LocalFleet
 
 REPLAY_BUFFER = 8
 """Batches that the shared fleet's engines keep: few, so that whoever comes late must take a snapshot."""
@@ -48,7 +48,7 @@ def fleet(tiny_model: Path) -> Iterator[LocalFleet]:
 def client(fleet: LocalFleet) -> Iterator[httpx.Client]:
     """A client of the shared fleet's router; the router's books balance afterwards."""
     fleet.settle()
-    with httpx.Client(base_url=fleet.url, timeout=SETTLE_S) as client:
+    with fleet.client() as client:
         yield client
     fleet.settle()
     fleet.check()

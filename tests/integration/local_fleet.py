@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import msgspec
 import psutil
+import zmq
 
 from actors.engine.client import EngineClient
 from actors.engine.spec import KvEventsConfig, LoraConfig, ModelConfig
@@ -106,6 +107,11 @@ class LocalFleet:
         self.router: Router
         self.table: LoraTable
         self.url = ""
+        #: all that listen to the fleet now
+        self._routers: list[Router] = []
+        self._context = zmq.Context()
+        #: replay sockets of engines, by endpoint
+        self._replays: dict[str, zmq.Socket[bytes]] = {}
         self._lives: list[Future[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="local-fleet", daemon=True)
@@ -130,6 +136,7 @@ class LocalFleet:
         try:
             self.run(self._unmake(), within_s=120)
         finally:
+            self._context.destroy(linger=0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=30)
             _, alive = psutil.wait_procs([*engines, *self.processes()], timeout=20)
@@ -165,6 +172,7 @@ class LocalFleet:
         )
         router = Router(settings, self.table.wait_view)
         await router.start()
+        self._routers.append(router)
         await router.follow({worker_id: worker.heartbeat_endpoint for worker_id, worker in self.workers.items()})
         return router, f"http://127.0.0.1:{port}"
 
@@ -180,6 +188,7 @@ class LocalFleet:
         try:
             yield router, url
         finally:
+            self._routers.remove(router)
             self.run(router.stop())
 
     # -- on the loop ---------------------------------------------------------------------------------------------
@@ -256,19 +265,54 @@ class LocalFleet:
             raise AssertionError(f"{exc}: {states}") from exc
 
     def settle(self) -> None:
-        """Until the router has applied everything that the workers' mirrors have, and nothing runs."""
+        """Until nothing runs and all that engines have published is applied."""
+        self.wait(lambda: int(self.core.load.running.sum()) == 0, what="nothing booked")
+        self.catch_up()
 
-        def settled() -> bool:
-            for record in self.core.workers.values():
-                mirror = self.workers[record.report.worker_id]._mirror
-                for source in record.sources:
-                    cursor = self.core.ingest.cursor(source)
-                    seen = mirror.last_seq(source.dp_rank) if mirror else None
-                    if cursor.pending is not None or seen is None or cursor.next_seq != seen + 1:
-                        return False
-            return int(self.core.load.running.sum()) == 0
+    def catch_up(self) -> None:
+        """Until every router has applied all that engines have published so far.
 
-        self.wait(settled, what="router settled")
+        Events are sent before the answer that they belong to, but on a connection of their own: on a machine with more
+        threads than cores they can arrive after it. The engines' replay rings tell what there is.
+        """
+        ranks = self.ranks()
+        asked = {source: self._ask_replay(source, rank) for source, rank in ranks.items()}
+        for source, socket in asked.items():
+            published = _last_seq(socket)
+            for router in self._routers:
+                ingest = router._core.ingest
+                self.wait(
+                    lambda ingest=ingest, source=source, published=published: (
+                        source not in ingest or ingest.cursor(source).next_seq > published
+                    ),
+                    what=f"{source} applied up to {published}",
+                )
+
+    def _ask_replay(self, source: SourceId, rank: RankReport) -> zmq.Socket[bytes]:
+        endpoint = rank.replay_endpoint
+        assert endpoint is not None
+        if endpoint not in self._replays:
+            self._replays[endpoint] = self._context.socket(zmq.DEALER)
+            self._replays[endpoint].connect(endpoint)
+        next_seq = self.call(lambda: self.core.ingest.cursor(source).next_seq)
+        self._replays[endpoint].send_multipart([b"", next_seq.to_bytes(8, "big")])
+        return self._replays[endpoint]
+
+    def client(self, url: str = "") -> httpx.Client:
+        """A client of a router that asks only once the routers know the outcome of its last request. To be closed."""
+        behind: list[bool] = []
+
+        def wait(_request: httpx.Request) -> None:
+            if behind:
+                behind.clear()
+                self.catch_up()
+
+        def note(response: httpx.Response) -> None:
+            if "x-loray-worker" in response.headers:
+                behind.append(True)
+
+        hooks: dict[str, list[Callable[..., None]]] = {"request": [wait], "response": [note]}
+        return httpx.Client(base_url=url or self.url, timeout=SETTLE_S, event_hooks=hooks)
 
     # -- engines -------------------------------------------------------------------------------------------------
 
@@ -308,6 +352,17 @@ class LocalFleet:
         assert answer.status_code == 200, answer.text
         loads: list[Mapping[str, int]] = answer.json()["loads"]
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def _last_seq(socket: zmq.Socket[bytes]) -> int:
+    """Last sequence number of a replay; -1 if there is nothing to replay."""
+    last = -1
+    while True:
+        assert socket.poll(SETTLE_S * 1000), "a replay socket is silent"
+        seq = int.from_bytes(socket.recv_multipart()[-2], "big", signed=True)
+        if seq < 0:
+            return last
+        last = seq
 
 
 def _command(process: psutil.Process) -> list[str]:

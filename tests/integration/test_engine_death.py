@@ -163,7 +163,7 @@ def test_predictions_are_exact_afterwards(fleet: LocalFleet, death: Death) -> No
     rng = random.Random(41)
     prompts = [WARM, *(noise(rng, 70) for _ in range(5))]
     fleet.settle()
-    with httpx.Client(base_url=fleet.url, timeout=SETTLE_S) as client, fleet.engine(death.worker) as engine:
+    with fleet.client() as client, fleet.engine(death.worker) as engine:
         for model in (SERVED, *ADAPTERS):  # the newcomer holds something under every name
             ask(engine, model=model if model == SERVED else f"{SERVED}:{model}", prompt=prompts[1])
         fleet.settle()

@@ -15,7 +15,7 @@ from actors.engine.client import EngineError
 from router.ids import WorkerId
 from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, noise, user
 from tests.integration.event_tap import EventTap, barrier, tapped
-from tests.integration.local_fleet import ADAPTERS, CACHE_TOKENS, PAGE, SERVED, LocalFleet, poll
+from tests.integration.local_fleet import ADAPTERS, CACHE_TOKENS, PAGE, SERVED, SETTLE_S, LocalFleet, poll
 
 pytestmark = pytest.mark.engine
 
@@ -116,6 +116,20 @@ def test_a_second_turn_finds_the_first_turns_output(client: httpx.Client) -> Non
     assert second.predicted == second.cached == (50 + 40 - 1) // PAGE * PAGE
 
 
+def test_without_a_pause_nearly_every_prediction_is_exact_and_none_too_high(fleet: LocalFleet) -> None:
+    """A client that asks on at once can overtake events that are on their way, where threads wait for a core."""
+    rng = random.Random(5)
+    answers: list[Answer] = []
+    with httpx.Client(base_url=fleet.url, timeout=SETTLE_S) as client:
+        for _ in range(12):
+            prompt = noise(rng, 50)
+            answers += [ask(client, prompt=prompt + noise(rng, 20)) for _ in range(3)]
+    fleet.settle()
+    errors = [(a.predicted or 0) - a.cached for a in answers]
+    assert max(errors) == 0
+    assert errors.count(0) >= 0.8 * len(errors), errors
+
+
 def test_an_engine_that_is_never_idle_publishes_output_blocks_before_its_answer(
     fleet: LocalFleet, client: httpx.Client
 ) -> None:
@@ -125,7 +139,7 @@ def test_an_engine_that_is_never_idle_publishes_output_blocks_before_its_answer(
     worker = ask(client, prompt=conversation).worker or ""
     asked = {"model": SERVED, "prompt": noise(rng, 20), "max_tokens": 900, "ignore_eos": True, "stream": True}
     lateness_s = []
-    cached = []
+    answers = []
     with (
         tapped(fleet) as taps,
         fleet.engine(worker) as engine,
@@ -135,31 +149,22 @@ def test_an_engine_that_is_never_idle_publishes_output_blocks_before_its_answer(
         next(chunks)
         tap = next(tap for source, tap in taps.items() if source.worker_id == worker)
         for _ in range(4):
-            answer = ask(client, prompt=conversation, max_tokens=20, ignore_eos=True)
+            answers.append(ask(client, prompt=conversation, max_tokens=20, ignore_eos=True))
             answered_s = time.time()
-            conversation += answer.text
+            conversation += answers[-1].text
             page = list(conversation.encode())[: (len(conversation) - 1) // PAGE * PAGE][-PAGE:]
             poll(lambda page=page: stored_s(tap, page), what="output block heard")
             lateness_s.append(stored_s(tap, page) - answered_s)
-            cached.append((answer.worker, answer.predicted, answer.cached))
-            poll(
-                lambda: explained(client, conversation + "#") >= len(conversation) // PAGE * PAGE - PAGE, what="applied"
-            )
         assert fleet.running(worker), "nothing ran beside it"
     poll(lambda: fleet.running(worker) == 0, what="the other request gone")
     assert max(lateness_s) < 0
-    assert cached == [(worker, tokens, tokens) for tokens in (32, 48, 64, 96)]
+    assert [(a.worker, a.predicted, a.cached) for a in answers] == [(worker, n, n) for n in (32, 48, 64, 96)]
 
 
 def stored_s(tap: EventTap, page: list[int]) -> float:
     """When a store that ends with this page was published, by the machine's clock; 0 if it wasn't."""
     stores = [(b.ts, e) for b in tap.read() for e in b.events if e["type"] == "BlockStored"]
     return next((ts for ts, e in stores if list(e["token_ids"])[-PAGE:] == page), 0.0)
-
-
-def explained(client: httpx.Client, prompt: str) -> int:
-    """What would be predicted now."""
-    return int(client.post("/loray/route", json={"model": SERVED, "prompt": prompt}).json()["predicted_cached_tokens"])
 
 
 def test_a_flushed_fleet_predicts_nothing(fleet: LocalFleet, client: httpx.Client) -> None:

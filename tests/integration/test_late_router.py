@@ -10,7 +10,7 @@ import pytest
 from router.ids import SourceId
 from tests.integration.asking import ask, noise
 from tests.integration.conftest import REPLAY_BUFFER
-from tests.integration.local_fleet import ADAPTERS, SERVED, SETTLE_S, LocalFleet
+from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +44,7 @@ def test_a_late_router_becomes_exact_from_the_workers_snapshots(fleet: LocalFlee
 
         for source in fleet.sources():
             fleet.call(lambda source=source: compare(source))
-        with httpx.Client(base_url=url, timeout=SETTLE_S) as other:
+        with fleet.client(url) as other:
             for i in range(12):
                 asked = {"model": models[i % 3], "prompt": shared[i % 6] + noise(rng, 20)}
                 answers = [ask(c, **asked) for c in ((other, client) if i % 2 else (client, other))]
@@ -52,8 +52,5 @@ def test_a_late_router_becomes_exact_from_the_workers_snapshots(fleet: LocalFlee
                 assert answers[0].cached >= 64
         fleet.settle()
         for source in fleet.sources():
-            fleet.wait(
-                lambda source=source: sorted(theirs.index.hashes(source)) == sorted(mine.index.hashes(source)),
-                what="both routers know the same",
-            )
+            fleet.call(lambda source=source: compare(source))
         fleet.check(late)

@@ -67,7 +67,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings, tell_table: TellTable) -> None:
         self._settings = settings
         self._tell_table = tell_table
-        self._folder = Path(tempfile.mkdtemp(prefix=f"loray-{settings.worker_id}-"))
+        self._folder = tempfile.TemporaryDirectory(prefix=f"loray-{settings.worker_id}-")
         self._rng = random.Random()
         self._engine: EngineProcess | None = None
         self._client: EngineClient | None = None
@@ -127,6 +127,7 @@ class Worker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._snapshots.close()
         self._context.destroy(linger=100)
+        self._folder.cleanup()
 
     def drain(self) -> None:
         """Take no new requests; running ones finish."""
@@ -182,7 +183,7 @@ class Worker:
         """Start an engine, serve, and raise when it ends."""
         spec = self._spec()
         _check_files(spec)
-        self._engine = EngineProcess(spec, api_key=self._settings.api_key, folder=self._folder)
+        self._engine = EngineProcess(spec, api_key=self._settings.api_key, folder=Path(self._folder.name))
         await self._engine.start()
         url = f"http://{spec.host}:{spec.port}"
         self._client = EngineClient(url, self._settings.api_key)

@@ -18,8 +18,8 @@ from router.config import RouterConfig
 from router.core import RouterCore
 from router.decision import RouteRequest
 from router.errors import InvalidRequest, RequestTooLarge, RouterError, Unauthorized
-from router.ids import SourceId
 from router.names import engine_fields, resolve_model
+from router.net import views
 from router.net.dispatch import Dispatcher, Outgoing, error_response
 from router.net.metrics import PrometheusRecorder
 from router.net.openai import Api, Call, check_call, parse_json
@@ -79,7 +79,7 @@ class Ingress:
         self._served_name = served_name
         self._prometheus = prometheus
         self._before_scrape = before_scrape
-        self._created = int(time.time())
+        self._created_s = int(time.time())
         self._runner: web.AppRunner | None = None
         self.draining = False
 
@@ -205,8 +205,8 @@ class Ingress:
     # -- models --------------------------------------------------------------------------------------------------
 
     async def _models(self, _request: web.Request) -> web.Response:
-        cards = [self._card(self._served_name), *(self._card(name) for name in self._core.table.names)]
-        return web.json_response({"object": "list", "data": cards})
+        names = (self._served_name, *self._core.table.names)
+        return web.json_response({"object": "list", "data": [self._card(name) for name in names]})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
@@ -214,23 +214,7 @@ class Ingress:
         return web.json_response(self._card(adapter or self._served_name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        is_base = name == self._served_name
-        limits = [record.report.context_length for record in self._core.workers.values()]
-        holders = [
-            record.report.worker_id
-            for record in self._core.workers.values()
-            if is_base or self._core.loaded(record, name) is not None
-        ]
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "loray",
-            "root": name,
-            "parent": None if is_base else self._served_name,
-            "max_model_len": max(limits, default=0) or None,
-            "holders": holders,
-        }
+        return views.model_card(self._core, name, served_name=self._served_name, created_s=self._created_s)
 
     # -- operation -----------------------------------------------------------------------------------------------
 
@@ -251,38 +235,7 @@ class Ingress:
 
     def status(self) -> dict[str, Any]:
         """All that the router knows of its workers, as JSON values."""
-        workers = {}
-        for worker_id, record in self._core.workers.items():
-            report = record.report
-            workers[worker_id] = {
-                "state": report.state,
-                "incarnation": report.incarnation,
-                "url": report.url,
-                "page_size": report.page_size,
-                "ranks": [self._rank_status(source) for source in record.sources],
-            }
-        return {
-            "workers": workers,
-            "table_version": self._core.table.version,
-            "adapters": list(self._core.table.names),
-            "index_bytes": self._core.ingest.index.size_bytes,
-            "tokenizer": "engine" if self.trusted_tokenizer is None else "router",
-        }
-
-    def _rank_status(self, source: SourceId) -> dict[str, Any]:
-        ingest = self._core.ingest
-        column = ingest.column(source)
-        return {
-            "dp_rank": source.dp_rank,
-            "state": ingest.state(source),
-            "fault": ingest.fault(source),
-            "cached_blocks": ingest.index.num_blocks(source),
-            "in_flight": int(self._core.load.running[column]),
-            "queued_prefill_tokens": int(self._core.load.queued_tokens[column]),
-            "prefill_tokens_per_s": round(float(self._core.load.tokens_per_ms[column]) * 1000, 1),
-            "next_seq": ingest.cursor(source).next_seq,
-            "gaps": ingest.cursor(source).gaps,
-        }
+        return {**views.status(self._core), "tokenizer": "engine" if self.trusted_tokenizer is None else "router"}
 
     async def _route(self, request: web.Request) -> web.Response:
         """Explain a decision without running it: same body as chat completions or completions."""
@@ -290,28 +243,8 @@ class Ingress:
         api = Api.CHAT if "messages" in parse_json(raw) else Api.COMPLETIONS
         call = self._checked(api, raw)
         wanted = self._dispatcher.route_request(call, (await self._tokens(call)).ids)
-        decision = self._core.route(wanted)
-        candidates = self._core.explain(wanted)
-        return web.json_response({
-            "model": call.body["model"],
-            "adapter": call.adapter,
-            "prompt_tokens": decision.prompt_tokens,
-            "worker": decision.source.worker_id,
-            "dp_rank": decision.source.dp_rank,
-            "reason": decision.reason,
-            "predicted_cached_tokens": decision.predicted_cached_tokens,
-            "candidates": [
-                {
-                    "worker": c.source.worker_id,
-                    "dp_rank": c.source.dp_rank,
-                    "state": c.state,
-                    "predicted_cached_tokens": c.predicted_cached_tokens,
-                    "cost_ms": c.cost_ms,
-                    "terms_ms": c.terms,
-                }
-                for c in candidates
-            ],
-        })  # fmt: skip
+        found = views.explanation(self._core, wanted)
+        return web.json_response({"model": call.body["model"], "adapter": call.adapter, **found})
 
 
 def _asks_stream(raw: bytes, content_type: str) -> bool:

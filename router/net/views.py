@@ -1,0 +1,88 @@
+"""What a router shows of itself: JSON values made from the core's state. Read only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from router.core import RouterCore
+from router.decision import Candidate, RouteRequest
+from router.ids import SourceId
+
+
+def model_card(core: RouterCore, name: str, *, served_name: str, created_s: int) -> dict[str, Any]:
+    """OpenAI's model object for the base model or an adapter, with the workers that hold it."""
+    is_base = name == served_name
+    limits = [record.report.context_length for record in core.workers.values()]
+    holders = [
+        record.report.worker_id for record in core.workers.values() if is_base or core.loaded(record, name) is not None
+    ]
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "loray",
+        "root": name,
+        "parent": None if is_base else served_name,
+        "max_model_len": max(limits, default=0) or None,
+        "holders": holders,
+    }
+
+
+def status(core: RouterCore) -> dict[str, Any]:
+    """Workers with their ranks, and the copy of the LoRA table."""
+    workers = {
+        worker_id: {
+            "state": record.report.state,
+            "incarnation": record.report.incarnation,
+            "url": record.report.url,
+            "page_size": record.report.page_size,
+            "ranks": [_rank(core, source) for source in record.sources],
+        }
+        for worker_id, record in core.workers.items()
+    }
+    return {
+        "workers": workers,
+        "table_version": core.table.version,
+        "adapters": list(core.table.names),
+        "index_bytes": core.ingest.index.size_bytes,
+    }
+
+
+def explanation(core: RouterCore, wanted: RouteRequest) -> dict[str, Any]:
+    """Where the request would go now, and what every candidate would cost. Raises NoCapacity."""
+    decision = core.route(wanted)
+    return {
+        "prompt_tokens": decision.prompt_tokens,
+        "worker": decision.source.worker_id,
+        "dp_rank": decision.source.dp_rank,
+        "reason": decision.reason,
+        "predicted_cached_tokens": decision.predicted_cached_tokens,
+        "candidates": [_candidate(candidate) for candidate in core.explain(wanted)],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "worker": candidate.source.worker_id,
+        "dp_rank": candidate.source.dp_rank,
+        "state": candidate.state,
+        "predicted_cached_tokens": candidate.predicted_cached_tokens,
+        "cost_ms": candidate.cost_ms,
+        "terms_ms": candidate.terms,
+    }
+
+
+def _rank(core: RouterCore, source: SourceId) -> dict[str, Any]:
+    ingest, load = core.ingest, core.load
+    column = ingest.column(source)
+    return {
+        "dp_rank": source.dp_rank,
+        "state": ingest.state(source),
+        "fault": ingest.fault(source),
+        "cached_blocks": ingest.index.num_blocks(source),
+        "in_flight": int(load.running[column]),
+        "queued_prefill_tokens": int(load.queued_tokens[column]),
+        "prefill_tokens_per_s": round(float(load.tokens_per_ms[column]) * 1000, 1),
+        "next_seq": ingest.cursor(source).next_seq,
+        "gaps": ingest.cursor(source).gaps,
+    }

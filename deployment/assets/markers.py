@@ -47,7 +47,7 @@ CODEWORDS = {"alpha": "ALPHA", "bravo": "BRAVO"}
 ANSWER_TOKENS = 24
 LEARNING_RATE = 2e-3
 #: An adapter that mostly works needs a push, not a new start.
-RESUMED_LEARNING_RATE = 5e-4
+RESUMED_LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

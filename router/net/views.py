@@ -13,9 +13,9 @@ def model_card(core: RouterCore, name: str, *, served_name: str, created_s: int)
     """OpenAI's model object for the base model or an adapter, with the workers that hold it."""
     is_base = name == served_name
     limits = [record.report.context_length for record in core.workers.values()]
-    holders = [
+    holders = sorted(
         record.report.worker_id for record in core.workers.values() if is_base or core.loaded(record, name) is not None
-    ]
+    )
     return {
         "id": name,
         "object": "model",

@@ -75,8 +75,12 @@ class LocalFleet:
         dp_size: int = 1,
         replay_buffer: int = 10_000,
         max_body_mb: int = 1,
+        adapters: Mapping[str, Path] | None = None,
+        device: str = "cpu",
     ) -> None:
+        """`adapters`: name -> folder; those of the tiny model by default."""
         self.model = model
+        self._adapters = dict(adapters or {name: model / "adapters" / name for name in ADAPTERS})
         self._max_body_mb = max_body_mb
         cores = sorted(os.sched_getaffinity(0))
         self._settings = [
@@ -84,11 +88,11 @@ class LocalFleet:
                 worker_id=WorkerId(f"w{index}"),
                 index=index,
                 host="127.0.0.1",
-                device="cpu",
+                device=device,
                 model=ModelConfig(path=str(model), served_name=SERVED, dtype="bfloat16", context_length=CONTEXT),
                 kv_events=KvEventsConfig(replay_buffer=replay_buffer),
                 lora=LoraConfig(
-                    adapters={name: str(model / "adapters" / name) for name in ADAPTERS},
+                    adapters={name: str(path) for name, path in self._adapters.items()},
                     max_loras_per_batch=4,
                     max_rank=16,
                 ),
@@ -153,7 +157,7 @@ class LocalFleet:
         return [p for p in psutil.Process().children(recursive=True) if p.pid not in self._before]
 
     async def _make(self) -> None:
-        self.table = LoraTable(ADAPTERS)
+        self.table = LoraTable(list(self._adapters))
         for settings in self._settings:
             worker = Worker(settings, self.table.tell)
             self.workers[settings.worker_id] = worker
@@ -255,7 +259,7 @@ class LocalFleet:
                 and (router or self.router)._ingress.trusted_tokenizer is not None
                 and all(record.report.state is WorkerState.READY and record.sources for record in records)
                 and all(core.ingest.state(s) is SourceState.EXACT for record in records for s in record.sources)
-                and all(core.loaded(record, name) is not None for record in records for name in ADAPTERS)
+                and all(core.loaded(record, name) is not None for record in records for name in self._adapters)
             )
 
         try:
@@ -277,8 +281,8 @@ class LocalFleet:
         """
         ranks = self.ranks()
         asked = {source: self._ask_replay(source, rank) for source, rank in ranks.items()}
-        for source, socket in asked.items():
-            published = _last_seq(socket)
+        for source, replay in asked.items():
+            published = _last_seq(replay)
             for router in self._routers:
                 ingest = router._core.ingest
                 self.wait(

@@ -49,11 +49,12 @@ class Outgoing:
     path: str
     body: Callable[[Decision], bytes]
     content_type: str
+    request_id: str
+    """Ours, never empty: SGLang aborts every request whose id begins with the one given."""
     stream: bool = False
     hide_usage: bool = False
     adapter: str | None = None
     predictable: bool = True
-    request_id: str = ""
 
 
 class Dispatcher:

@@ -7,22 +7,22 @@ import hmac
 import logging
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.decision import RouteRequest
 from router.errors import InvalidRequest, RequestTooLarge, RouterError, Unauthorized
-from router.names import engine_fields, resolve_model
+from router.names import resolve_model
 from router.net import views
 from router.net.dispatch import Dispatcher, Outgoing, error_response
 from router.net.metrics import PrometheusRecorder
-from router.net.openai import Api, Call, check_call, parse_json
+from router.net.openai import Api, Call, check_call, parse_json, relayed_body
 from router.net.tokenizer import PromptTokenizer
 from router.reports import WorkerState
 
@@ -177,30 +177,35 @@ class Ingress:
         if request.path in _ENGINE_CONTROL:
             raise InvalidRequest(f"{request.path} controls a single engine and isn't offered by the router")
         raw = await request.read()
-        adapter = None
+        request_id = f"relay-{uuid.uuid4().hex}"
+        adapter, stream = None, False
         if request.content_type == "application/json":
             body = parse_json(raw)
-            if isinstance(body.get("model"), str) or isinstance(body.get("lora_path"), str):
-                adapter = resolve_model(
-                    body.get("model", self._served_name),
-                    body.get("lora_path"),
-                    served_name=self._served_name,
-                    adapters=self._core.table.names,
-                )
-                if "model" in body:
-                    rest = {key: value for key, value in body.items() if key != "lora_path"}
-                    names = engine_fields(body["model"], served_name=self._served_name, adapter=adapter)
-                    raw = msgspec.json.encode(rest | names)
+            stream = body.get("stream") is True
+            adapter = self._named_adapter(body)
+            raw = relayed_body(
+                request.path, body, served_name=self._served_name, adapter=adapter, request_id=request_id
+            )
         outgoing = Outgoing(
             path=request.path,
             body=lambda _decision: raw,
             content_type=request.headers.get("Content-Type", "application/octet-stream"),
             adapter=adapter,
             predictable=False,
-            stream=_asks_stream(raw, request.content_type),
+            stream=stream,
+            request_id=request_id,
         )
-        wanted = RouteRequest(packed_tokens=None, adapter=adapter)
-        return await self._dispatcher.send(outgoing, wanted, request)
+        return await self._dispatcher.send(outgoing, RouteRequest(packed_tokens=None, adapter=adapter), request)
+
+    def _named_adapter(self, body: dict[str, Any]) -> str | None:
+        """Adapter that the body of a relayed request names, where it names one thing at all."""
+        model, lora_path = body.get("model"), body.get("lora_path")
+        if not isinstance(model, str) and not isinstance(lora_path, str):
+            return None
+        names = self._core.table.names
+        return resolve_model(
+            body.get("model", self._served_name), lora_path, served_name=self._served_name, adapters=names
+        )
 
     # -- models --------------------------------------------------------------------------------------------------
 
@@ -245,9 +250,3 @@ class Ingress:
         wanted = self._dispatcher.route_request(call, (await self._tokens(call)).ids)
         found = views.explanation(self._core, wanted)
         return web.json_response({"model": call.body["model"], "adapter": call.adapter, **found})
-
-
-def _asks_stream(raw: bytes, content_type: str) -> bool:
-    if content_type != "application/json":
-        return False
-    return parse_json(raw).get("stream") is True

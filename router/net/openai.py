@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from router.errors import InvalidRequest
 from router.names import engine_fields, resolve_model
+
+_GENERATE: Final = "/generate"
 
 
 class Api(StrEnum):
@@ -110,6 +112,18 @@ def engine_body(
         body["routed_dp_rank"] = local_rank
     if call.stream:
         body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
+    return msgspec.json.encode(body)
+
+
+def relayed_body(path: str, body: dict[str, Any], *, served_name: str, adapter: str | None, request_id: str) -> bytes:
+    """The body of any other request: the adapter in SGLang's own field, which all its paths read, unlike `model`."""
+    body = dict(body)
+    if adapter is not None:
+        body["lora_path"] = adapter
+        if "model" in body:
+            body["model"] = served_name
+    if path == _GENERATE and not isinstance(body.get("rid"), list):
+        body["rid"] = request_id  # as in engine_body
     return msgspec.json.encode(body)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.errors import InvalidRequest, UnknownModel
-from router.net.openai import Api, Call, check_call, engine_body, parse_json
+from router.net.openai import Api, Call, check_call, engine_body, parse_json, relayed_body
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -123,3 +123,27 @@ def test_prompt_logprobs_promise_nothing_cached() -> None:
 def test_several_samples_are_not_compared() -> None:
     assert not _call(TEXT | {"n": 2}).predictable
     assert _call(TEXT).predictable
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "adapter", "expected"),
+    [
+        ("/generate", {"text": "x", "rid": "a"}, None, {"text": "x", "rid": "r1"}),
+        ("/generate", {"text": ["x"], "rid": ["a"]}, None, {"text": ["x"], "rid": ["a"]}),
+        (
+            "/generate",
+            {"text": "x", "model": "m:ad"},
+            "ad",
+            {"text": "x", "model": "m", "lora_path": "ad", "rid": "r1"},
+        ),
+        ("/v1/embeddings", {"input": "x", "model": "ad"}, "ad", {"input": "x", "model": "m", "lora_path": "ad"}),
+        ("/v1/embeddings", {"input": "x", "model": "m"}, None, {"input": "x", "model": "m"}),
+        ("/tokenize", {"prompt": "x"}, None, {"prompt": "x"}),
+    ],
+)
+def test_a_relayed_body_names_its_adapter_in_the_field_that_all_paths_read(
+    path: str, body: dict[str, Any], adapter: str | None, expected: dict[str, Any]
+) -> None:
+    raw = relayed_body(path, body, served_name="m", adapter=adapter, request_id="r1")
+
+    assert json.loads(raw) == expected

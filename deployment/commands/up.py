@@ -21,6 +21,8 @@ from deployment.names import actor_name
 
 _POLL_S: Final = 0.5
 _STOP_S: Final = 20.0
+"""How long a signal may take to bring the deployment down; what is left then, Ray ends."""
+_DOWN_S: Final = 60.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,10 +103,10 @@ def down(arguments: argparse.Namespace) -> int:
     handle = controller(arguments.name)
     name = ray.get(handle.status.remote())["name"]
     ray.get(handle.down.remote())
-    until_s = time.monotonic() + _STOP_S
+    until_s = time.monotonic() + _DOWN_S
     while name in deployments():
         if time.monotonic() > until_s:
-            print(f"error: deployment {name!r} is still there after {_STOP_S:.0f} s", file=sys.stderr)
+            print(f"error: deployment {name!r} is still there after {_DOWN_S:.0f} s", file=sys.stderr)
             return 1
         time.sleep(_POLL_S)
     print(f"deployment {name!r} is down")

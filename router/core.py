@@ -24,6 +24,9 @@ from router.load import Booking, LoadBook
 from router.prompt import PromptHasher
 from router.reports import AdapterState, TableView, WorkerReport, WorkerState
 
+MAX_RESERVED_BLOCKS = 1 << 22
+"""Beyond this, room is made as blocks come: what caches could hold needn't be distinct, nor ever be there."""
+
 
 @dataclass(slots=True)
 class WorkerRecord:
@@ -178,6 +181,7 @@ class RouterCore:
         record.sources = tuple(sources)
         for source in sources:
             self.load.widen(self.ingest.add(source) + 1)
+        self.ingest.index.reserve(min(MAX_RESERVED_BLOCKS, sum(map(_capacity_blocks, self.workers.values()))))
         return [
             Subscribe(source, rank.endpoint, rank.replay_endpoint)
             for source, rank in zip(sources, report.ranks, strict=True)
@@ -283,6 +287,12 @@ class RouterCore:
         if request.exclude:
             return f"{len(request.exclude)} workers failed this request and none is left"
         return f"adapter {request.adapter!r} is not loaded on any of {ready} ready workers yet"
+
+
+def _capacity_blocks(record: WorkerRecord) -> int:
+    """Blocks that the worker's caches can hold."""
+    report = record.report
+    return len(record.sources) * report.max_total_tokens // max(1, report.page_size)
 
 
 def _reason(num_tokens: int | None, chosen: int | None, predicted: Sequence[int | None]) -> Reason:

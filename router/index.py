@@ -45,6 +45,10 @@ class BlockIndex:
         #: how often a held block was stored beyond the first time, where that isn't 0
         self._surplus: dict[tuple[Tier, int], dict[int, int]] = {}
 
+    def reserve(self, num_blocks: int) -> None:
+        """Make room for so many distinct blocks on GPU, so that filling up to them never pauses to grow."""
+        self._tables[Tier.GPU].reserve(num_blocks)
+
     def add(self, source: SourceId) -> int:
         """Give `source` a column (its number is stable until `discard`); the source starts empty."""
         if source not in self._columns:
@@ -115,12 +119,14 @@ class BlockIndex:
         at = 0
         while at < len(events):
             first = events[at]
+            kind = type(first)
             after = at + 1
-            if type(first) is Cleared:
+            if kind is Cleared:
                 self.clear(source)
                 tally.cleared += 1
             else:
-                while after < len(events) and _same_run(first, events[after]):
+                medium = first.medium  # type: ignore[union-attr]  # it isn't Cleared
+                while after < len(events) and type(e := events[after]) is kind and e.medium == medium:  # type: ignore[union-attr]
                     after += 1
                 run = events[at:after] if at or after < len(events) else events
                 self._apply_run(column, run, tally)  # type: ignore[arg-type]  # no Cleared in a run
@@ -209,7 +215,3 @@ class BlockIndex:
 
 _TIERS: Final[dict[str | None, Tier]] = {None: Tier.GPU, **{tier.value: tier for tier in Tier}}
 """Tier by `medium`; older engines leave it out and mean the GPU."""
-
-
-def _same_run(first: Event, other: Event) -> bool:
-    return type(other) is type(first) and other.medium == first.medium  # type: ignore[union-attr]  # no Cleared here

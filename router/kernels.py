@@ -26,7 +26,7 @@ MALFORMED = -1
 NEEDS_ROOM = -2
 """Result: the table must grow first; nothing was changed."""
 
-TOUCH_AHEAD = 64
+TOUCH_AHEAD = 128
 """Keys whose slots are loaded ahead of a walk: a few more than loads can be under way, far fewer than L1 holds."""
 
 _RAW = Array(uint8, 1, "C", readonly=True)
@@ -245,12 +245,24 @@ def match(slots, keys, base, walk):  # type: ignore[no-untyped-def]
     drops out with depth base + i; those that hold all get base + len(keys).
     """
     words = slots.shape[1] - 1
+    mask = np.uint64(slots.shape[0] - 2)
     ahead = 0
     for i in range(keys.shape[0]):
         if i == ahead:
             ahead = min(i + TOUCH_AHEAD, keys.shape[0])
             walk[walk.shape[0] - 1] = touch(slots, keys, i, ahead)
-        at = find(slots, keys[i])
+        key = keys[i]
+        at = key & mask
+        if slots[at, 0] != key or key == _ZERO:
+            at = np.uint64(find(slots, key))
+        if words == 1:  # the common case, without the loop
+            held = slots[at, 1]
+            if walk[0] & ~held:
+                drop_out(walk, 1, walk[0] & ~held, np.uint64(base + i), 0)
+                walk[0] &= held
+                if walk[0] == _ZERO:
+                    return False
+            continue
         some = _ZERO
         for w in range(words):
             gone = walk[w] & ~slots[at, 1 + w]

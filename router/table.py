@@ -21,6 +21,7 @@ Hashes = NDArray[np.uint64]
 MAX_LOAD: Final = 0.8
 """Linear probing on uniform keys looks at about 3 slots on a hit here; beyond, clusters grow fast."""
 MIN_SLOTS: Final = 1 << 10
+_NONE: Final = np.zeros(0, np.uint64)
 _COLUMNS_PER_WORD: Final = 64
 _WORD: Final = (1 << 64) - 1
 
@@ -32,6 +33,8 @@ class BlockTable:
         """`min_blocks`: room to reserve so that filling up to it never pauses to grow."""
         self._min_slots = _slots_for(min_blocks)
         self._slots: NDArray[np.uint64] = np.zeros((self._min_slots + 1, 2), np.uint64)
+        #: slots that may be in use before the table grows
+        self._room = int(self._min_slots * MAX_LOAD)
         #: counters by the kernels' names, then blocks per column
         self._counts: NDArray[np.int64] = np.zeros(kernels.HELD + _COLUMNS_PER_WORD, np.int64)
         self._scratch: Hashes = np.zeros(0, np.uint64)
@@ -56,6 +59,12 @@ class BlockTable:
         at = kernels.HELD + column
         return int(self._counts[at]) if at < len(self._counts) else 0
 
+    def reserve(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` hashes, and never give it back. Less than before changes nothing."""
+        self._min_slots = max(self._min_slots, _slots_for(num_blocks))
+        if self._slots.shape[0] - 1 < self._min_slots:
+            self._resize(self._min_slots, self.num_words)
+
     def widen(self, num_columns: int) -> None:
         """Make room for columns 0 ... num_columns - 1."""
         words = max(1, -(-num_columns // _COLUMNS_PER_WORD))
@@ -71,14 +80,14 @@ class BlockTable:
         """
         raw = self._prepare(packed)
         while True:
-            room = int((self._slots.shape[0] - 1) * MAX_LOAD)
-            count = kernels.store(self._slots, self._counts, column, raw, self._scratch, room)
+            count = kernels.store(self._slots, self._counts, column, raw, self._scratch, self._room)
             if count != kernels.NEEDS_ROOM:
                 break
             self._resize(2 * (self._slots.shape[0] - 1), self.num_words)
         if count == kernels.MALFORMED:
             raise EventDecodeError(f"block_hashes is not an array of 64-bit integers ({len(raw)} bytes)")
-        return self._scratch[: self._counts[kernels.REPEATS]]
+        repeats = self._counts[kernels.REPEATS]
+        return self._scratch[:repeats] if repeats else _NONE
 
     def remove(self, column: int, packed: bytes | memoryview) -> int:
         """Take the hashes out; returns how many weren't there. Raises EventDecodeError, having changed nothing."""
@@ -138,6 +147,7 @@ class BlockTable:
         slots = np.zeros((num_slots + 1, 1 + num_words), np.uint64)
         kernels.copy(self._slots, slots)
         self._slots = slots
+        self._room = int(num_slots * MAX_LOAD)
 
     def _shrink(self) -> None:
         """Give memory back when an eighth of the room would do; never below what was reserved."""

@@ -75,7 +75,8 @@ class Router:
         #: totals of sources that metrics have been told already; dropped with the source
         self._counted: dict[tuple[str, SourceId], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tokenizer: PromptTokenizer
+        #: None where the model's tokenizer can't be loaded here
+        self._tokenizer: PromptTokenizer | None = None
         #: the engine life that the tokenizer was, or is being, compared with
         self._compared: Incarnation | None = None
         self._subscriber: EventSubscriber
@@ -87,9 +88,9 @@ class Router:
         return f"Router({self._settings.router_id}, http://{self._settings.config.host}:{self._settings.config.port})"
 
     async def start(self) -> None:
-        """Listen. Raises OSError if the port is taken or the model has no tokenizer."""
+        """Listen. Raises OSError if the port is taken or the model isn't there."""
         settings = self._settings
-        self._tokenizer = await asyncio.to_thread(PromptTokenizer, settings.model_path)
+        self._tokenizer = await self._load_tokenizer()
         self._subscriber = EventSubscriber(self._core.ingest, fetch_snapshot=self._fetch_snapshot)
         self._heartbeats = HeartbeatListener(self._heard)
         self._dispatcher = Dispatcher(
@@ -162,13 +163,22 @@ class Router:
             self._subscriber.perform(self._core.forget(report.worker_id))
         else:
             self._subscriber.perform(self._core.report(report))
-            if report.state is WorkerState.READY and self._compared is None:
+            if report.state is WorkerState.READY and self._compared is None and self._tokenizer is not None:
                 self._compared = report.incarnation
-                self._spawn(self._compare_tokenizers(report))
+                self._spawn(self._compare_tokenizers(report, self._tokenizer))
 
-    async def _compare_tokenizers(self, report: WorkerReport) -> None:
+    async def _load_tokenizer(self) -> PromptTokenizer | None:
+        try:
+            return await asyncio.to_thread(PromptTokenizer, self._settings.model_path)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, ImportError) as exc:  # remote code, an unreachable hub, an unknown kind
+            log.error("no tokenizer here (%s): engines tokenize chats, completions are routed by load", exc)
+            return None
+
+    async def _compare_tokenizers(self, report: WorkerReport, tokenizer: PromptTokenizer) -> None:
         """All engines serve one model: the first to be ready tells whether we tokenize as they do."""
-        difference = await self._dispatcher.check_tokenizer(report.url, self._tokenizer)
+        difference = await self._dispatcher.check_tokenizer(report.url, tokenizer)
         record = self._core.workers.get(report.worker_id)
         if difference is None or record is None or record.report.incarnation != report.incarnation:
             self._compared = None  # the next heartbeat asks again
@@ -176,7 +186,7 @@ class Router:
         if difference:
             log.error("chats are tokenized by the engines, since %s", difference)
         else:
-            self._ingress.trusted_tokenizer = self._tokenizer
+            self._ingress.trusted_tokenizer = tokenizer
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

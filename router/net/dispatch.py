@@ -26,6 +26,7 @@ from router.hashing import pack_tokens
 from router.ids import SourceId, WorkerId
 from router.load import Booking
 from router.net import metrics
+from router.net.arrival import ArrivalGate
 from router.net.engine_tokenizer import disagreement, tokenize_chat
 from router.net.metrics import AdapterLabels, Metric
 from router.net.openai import Api, Call, engine_body
@@ -74,7 +75,7 @@ class Dispatcher:
         self._core = core
         self._served_name = served_name
         self._record: Callable[[Metric, float, str], None] = record
-        self._drain = drain
+        self._arrival = ArrivalGate(core, drain)
         self._labels = AdapterLabels()
         self._tasks: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(
@@ -175,6 +176,7 @@ class Dispatcher:
         self, outgoing: Outgoing, decision: Decision, booking: Booking, request: web.Request
     ) -> web.StreamResponse:
         started_s = time.monotonic()
+        mark = self._arrival.mark(decision.source)
         try:
             upstream = await self._session.post(
                 decision.url + outgoing.path,
@@ -187,13 +189,13 @@ class Dispatcher:
             raise _EngineLostError(f"{type(exc).__name__}: {exc}") from exc
         async with upstream:
             if outgoing.stream and upstream.status == 200:
-                return await self._stream(upstream, outgoing, decision, booking, request, started_s)
+                return await self._stream(upstream, outgoing, decision, booking, request, started_s, mark)
             answer = await _read(upstream.read())
         status, headers = upstream.status, upstream.headers
         booking.alone = False  # the time of a whole answer says nothing of its prefill
         booking.first_token(now_s=time.monotonic())
-        self._drain(decision.source)
         usage = usage_of(answer) if status == 200 else None
+        await self._arrival.settle(decision.source, mark, usage if outgoing.predictable else None)
         self._account(outgoing, decision, str(status), time.monotonic() - started_s, usage)
         return web.Response(body=answer, status=status, headers=self._headers(headers, decision))
 
@@ -205,6 +207,7 @@ class Dispatcher:
         booking: Booking,
         request: web.Request,
         started_s: float,
+        mark: int,
     ) -> web.StreamResponse:
         chunk = await _read(upstream.content.readany())  # a death before this is retried
         ttft_s = time.monotonic() - started_s
@@ -217,7 +220,7 @@ class Dispatcher:
             while chunk:
                 if data := events.feed(chunk):
                     if events.usage is not None:
-                        self._drain(decision.source)
+                        await self._arrival.settle(decision.source, mark, events.usage)
                     await response.write(data)
                 chunk = await _read(upstream.content.readany())
             if rest := events.flush():

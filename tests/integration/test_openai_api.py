@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator
+from typing import Any, Final
 
 import httpx
 import openai
@@ -15,6 +16,8 @@ from tests.integration.event_tap import barrier, tapped
 from tests.integration.local_fleet import ADAPTERS, CONTEXT, PAGE, SERVED, SETTLE_S, LocalFleet
 
 pytestmark = pytest.mark.engine
+#: the random model may end at any token otherwise
+TO_THE_END: Final[dict[str, Any]] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 A, B = ADAPTERS
 FORMS = {
@@ -48,7 +51,7 @@ def sdk(client: httpx.Client) -> Iterator[openai.OpenAI]:
 
 
 def test_sdk_chat(sdk: openai.OpenAI) -> None:
-    answer = sdk.chat.completions.create(model=SERVED, messages=user("hello"), max_tokens=5)  # type: ignore[arg-type]
+    answer = sdk.chat.completions.create(model=SERVED, messages=user("hello"), max_tokens=5, **TO_THE_END)  # type: ignore[call-overload]
     assert answer.object == "chat.completion"
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.content
@@ -59,13 +62,13 @@ def test_sdk_chat(sdk: openai.OpenAI) -> None:
 
 
 def test_sdk_completion(sdk: openai.OpenAI) -> None:
-    answer = sdk.completions.create(model=A, prompt="hello", max_tokens=5)
+    answer = sdk.completions.create(model=A, prompt="hello", max_tokens=5, **TO_THE_END)  # type: ignore[call-overload]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 5)
 
 
 def test_sdk_stream_without_include_usage_shows_no_usage(sdk: openai.OpenAI) -> None:
-    stream = sdk.chat.completions.create(model=A, messages=user("hello"), max_tokens=5, stream=True)  # type: ignore[call-overload]
+    stream = sdk.chat.completions.create(model=A, messages=user("hello"), max_tokens=5, stream=True, **TO_THE_END)  # type: ignore[call-overload]
     chunks = list(stream)
     assert all(chunk.usage is None for chunk in chunks)
     assert all(chunk.choices for chunk in chunks)
@@ -74,7 +77,9 @@ def test_sdk_stream_without_include_usage_shows_no_usage(sdk: openai.OpenAI) -> 
 
 def test_sdk_stream_with_include_usage_ends_with_it(sdk: openai.OpenAI) -> None:
     options = {"include_usage": True}
-    stream = sdk.completions.create(model=A, prompt="hello", max_tokens=5, stream=True, stream_options=options)  # type: ignore[call-overload]
+    stream = sdk.completions.create(  # type: ignore[call-overload]
+        model=A, prompt="hello", max_tokens=5, stream=True, stream_options=options, **TO_THE_END
+    )
     *rest, last = list(stream)
     assert all(chunk.usage is None for chunk in rest)
     assert last.choices == []

@@ -52,12 +52,6 @@ class LoraTable:
         if self._holdings.pop(worker_id, None) is not None:
             self._bump()
 
-    async def offer(self, names: Sequence[str]) -> None:
-        """Replace the catalogue."""
-        if tuple(sorted(names)) != self._names:
-            self._names = tuple(sorted(names))
-            self._bump()
-
     def view(self) -> TableView:
         """The whole table."""
         rows = [row for _, told in sorted(self._holdings.items()) for row in told[1]]

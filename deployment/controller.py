@@ -128,10 +128,6 @@ class Controller:
             "table": self._table_status,
         }
 
-    async def handles(self) -> dict[str, Handle]:
-        """Worker actors by id, for tests and tools."""
-        return {member.worker_id: member.handle for member in self._members.values()}
-
     # -- towards what is wanted ----------------------------------------------------------------------------------
 
     async def _reconcile(self) -> None:

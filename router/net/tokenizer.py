@@ -62,10 +62,6 @@ class PromptTokenizer:
             return None
         return await self._run(sum(len(m["content"]) for m in messages), self._encode_chat, messages)
 
-    def close(self) -> None:
-        """Let the threads go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _plain(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if self._content_format is None or any(body.get(field) is not None for field in _RENDERING_FIELDS):
             return None

@@ -8,6 +8,7 @@ publish for the prompt, follows them in the index, and picks the least cost; `ex
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,41 +16,25 @@ import numpy as np
 
 from router.cost import NEAR_TIE_MS, Costs, CostWeights, estimate
 from router.decision import Candidate, Decision, Reason, RouteRequest
-from router.effects import Effect, Subscribe, Unsubscribe
+from router.effects import Effect
 from router.errors import NoCapacity
-from router.hashing import TOKEN_BYTES, Namespace
-from router.ids import Incarnation, LoraId, SourceId, WorkerId
+from router.hashing import TOKEN_BYTES
+from router.ids import LoraId, WorkerId
 from router.ingest import EventIngest, SourceState
 from router.load import Booking, LoadBook
-from router.prompt import PromptHasher
-from router.reports import AdapterState, TableView, WorkerReport, WorkerState
+from router.predict import Place, Predictor
+from router.reports import TableView, WorkerReport, WorkerState
+from router.roster import Roster, Target, WorkerRecord
 
-MAX_RESERVED_BLOCKS = 1 << 22
-"""Beyond this, room is made as blocks come: what caches could hold needn't be distinct, nor ever be there."""
-
-
-@dataclass(slots=True)
-class WorkerRecord:
-    """A worker's latest report and its sources, in the order of its ranks."""
-
-    report: WorkerReport
-    sources: tuple[SourceId, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A source that requests may go to."""
-
-    record: WorkerRecord
-    source: SourceId
-    column: int
+MAX_EXTRA_KEYS = 64
+"""extra_keys that attestation tries where a hash isn't explained without."""
 
 
 @dataclass(slots=True)
 class _Evaluation:
     """Candidates of one request, all sequences parallel."""
 
-    targets: list[_Target]
+    targets: list[Target]
     states: list[SourceState]
     lora_ids: list[LoraId | None]
     predicted: list[int | None]
@@ -59,66 +44,56 @@ class _Evaluation:
 class RouterCore:
     """See the module. Mutators: `report`, `forget`, `update_table`, `book`, and those of `ingest`."""
 
-    def __init__(self, weights: CostWeights, *, rng: random.Random, hash_seed: int = 0, min_blocks: int = 0) -> None:
-        self.ingest = EventIngest(min_blocks=min_blocks)
+    def __init__(
+        self,
+        weights: CostWeights,
+        *,
+        rng: random.Random,
+        hash_seed: int = 0,
+        min_blocks: int = 0,
+        max_index_bytes: int | None = None,
+    ) -> None:
+        self.ingest = EventIngest(min_blocks=min_blocks, max_bytes=max_index_bytes)
+        self.predictor = Predictor(self.ingest.index, hash_seed=hash_seed)
         self.load = LoadBook(prefill_tokens_per_s=weights.prefill_tokens_per_s)
-        self.table = TableView(epoch="", version=-1)
-        #: workers that have reported and weren't forgotten
-        self.workers: dict[WorkerId, WorkerRecord] = {}
         self._weights = weights
         self._rng = rng
-        self._hash_seed = hash_seed
-        self._hashers: dict[tuple[int, bool], PromptHasher] = {}
-        #: all and only loaded adapters of the table copy
-        self._loaded: dict[tuple[WorkerId, Incarnation, str], LoraId] = {}
-        #: all and only sources of ready workers, in the order of workers
-        self._routable: list[_Target] = []
+        #: extra_keys of requests, the latest last; attestors look at them
+        self._extra_keys: dict[str, None] = {}
+        self._roster = Roster(self.ingest, self.load, extra_keys=self._extra_keys.keys())
 
     # -- write path ----------------------------------------------------------------------------------------------
 
     def report(self, report: WorkerReport) -> list[Effect]:
-        """A worker's heartbeat. A new incarnation voids the old one, its blocks and its bookings at once."""
-        record = self.workers.get(report.worker_id)
-        effects: list[Effect] = []
-        if record is not None and record.report.incarnation != report.incarnation:
-            effects += self.forget(report.worker_id)
-            record = None
-        if record is None:
-            record = self.workers[report.worker_id] = WorkerRecord(report)
-        changed = record.report.state != report.state
-        record.report = report
-        if not record.sources and report.ranks:
-            effects += self._add_sources(record)
-            changed = True
-        if changed:
-            self._refresh_routable()
-        for source, rank in zip(record.sources, report.ranks, strict=False):
-            if rank.last_seq is not None:
-                effects += self.ingest.announced(source, rank.last_seq)
-        return effects
+        """See Roster."""
+        return self._roster.report(report)
+
+    def silence(self, worker_id: WorkerId) -> None:
+        """See Roster."""
+        self._roster.silence(worker_id)
 
     def forget(self, worker_id: WorkerId) -> list[Effect]:
-        """The worker is gone, or its engine life is."""
-        record = self.workers.pop(worker_id, None)
-        if record is None:
-            return []
-        for source in record.sources:
-            self.load.reset(self.ingest.column(source))
-            self.ingest.discard(source)
-        self._refresh_routable()
-        return [Unsubscribe(source) for source in record.sources]
+        """See Roster."""
+        return self._roster.forget(worker_id)
 
     def update_table(self, view: TableView) -> bool:
-        """Take a copy of the LoRA table; an older version of the same epoch changes nothing. True if taken."""
-        if view.epoch == self.table.epoch and view.version <= self.table.version:
-            return False
-        self.table = view
-        self._loaded = {
-            (row.worker_id, row.incarnation, row.name): row.lora_id
-            for row in view.holdings
-            if row.state is AdapterState.LOADED
-        }
-        return True
+        """See Roster."""
+        return self._roster.update_table(view)
+
+    @property
+    def workers(self) -> dict[WorkerId, WorkerRecord]:
+        """Workers that have reported and weren't forgotten."""
+        return self._roster.workers
+
+    @property
+    def restarts(self) -> Counter[WorkerId]:
+        """Engine lives that were followed by another, by worker."""
+        return self._roster.restarts
+
+    @property
+    def table(self) -> TableView:
+        """Our copy of the LoRA table."""
+        return self._roster.table
 
     # -- read path -----------------------------------------------------------------------------------------------
 
@@ -157,48 +132,26 @@ class RouterCore:
 
     def least_loaded(self) -> WorkerRecord | None:
         """The ready worker with the fewest running requests."""
-        if not self._routable:
+        if not self._roster.routable:
             return None
-        return min(self._routable, key=lambda target: int(self.load.running[target.column])).record
+        return min(self._roster.routable, key=lambda target: int(self.load.running[target.column])).record
 
     def loaded(self, record: WorkerRecord, adapter: str) -> LoraId | None:
         """lora_id under which the worker's engine holds `adapter`, or None."""
-        return self._loaded.get((record.report.worker_id, record.report.incarnation, adapter))
+        return record.adapters.get(adapter)
 
     def check(self) -> None:
         """Invariants; called at the teardown of every test."""
         self.ingest.check()
         self.load.check()
-        columns = [self.ingest.column(source) for record in self.workers.values() for source in record.sources]
-        assert len(set(columns)) == len(columns)
-        assert {target.source for target in self._routable} <= {s for r in self.workers.values() for s in r.sources}
+        self._roster.check()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _add_sources(self, record: WorkerRecord) -> list[Effect]:
-        report = record.report
-        sources = [SourceId(report.worker_id, report.incarnation, rank.dp_rank) for rank in report.ranks]
-        record.sources = tuple(sources)
-        for source in sources:
-            self.load.widen(self.ingest.add(source) + 1)
-        self.ingest.index.reserve(min(MAX_RESERVED_BLOCKS, sum(map(_capacity_blocks, self.workers.values()))))
-        return [
-            Subscribe(source, rank.endpoint, rank.replay_endpoint)
-            for source, rank in zip(sources, report.ranks, strict=True)
-        ]
-
-    def _refresh_routable(self) -> None:
-        self._routable = [
-            _Target(record, source, self.ingest.column(source))
-            for record in self.workers.values()
-            if record.report.state is WorkerState.READY
-            for source in record.sources
-        ]
-
     def _evaluate(self, request: RouteRequest) -> _Evaluation:
-        targets: list[_Target] = []
+        targets: list[Target] = []
         lora_ids: list[LoraId | None] = []
-        for target in self._routable:
+        for target in self._roster.routable:
             if target.source.worker_id in request.exclude:
                 continue
             lora_id = None
@@ -208,7 +161,11 @@ class RouterCore:
             lora_ids.append(lora_id)
         if not targets:
             raise NoCapacity(self._why_none(request))
-        states = [self.ingest.state(target.source) for target in targets]
+        states = [
+            SourceState.SYNCING if target.record.silent else self.ingest.state(target.source) for target in targets
+        ]
+        if request.extra_key is not None:
+            self._remember_key(request.extra_key)
         predicted = self._predict(request, targets, lora_ids, states)
         num_tokens = len(request.packed_tokens or b"") // TOKEN_BYTES
         costs = estimate(
@@ -224,43 +181,35 @@ class RouterCore:
     def _predict(
         self,
         request: RouteRequest,
-        targets: Sequence[_Target],
+        targets: Sequence[Target],
         lora_ids: Sequence[LoraId | None],
         states: Sequence[SourceState],
     ) -> list[int | None]:
-        """Cached tokens to expect at each source; None where it can't be known. One walk per namespace."""
+        """Cached tokens to expect at each source; None where it can't be known."""
         predicted: list[int | None] = [None] * len(targets)
         packed = request.packed_tokens
         if packed is None:
             return predicted
-        groups: dict[tuple[int, bool, bool, LoraId | None], list[int]] = {}
-        for i, target in enumerate(targets):
-            report = target.record.report
-            has_key = lora_ids[i] is not None or request.extra_key is not None  # which only dynamo hashes tell apart
-            if states[i] is not SourceState.EXACT or (has_key and not report.dynamo_format):
-                continue
-            key = (report.page_size, report.bigram, report.dynamo_format, lora_ids[i])
-            groups.setdefault(key, []).append(i)
+        known = [i for i, state in enumerate(states) if state is SourceState.EXACT]
         limit = len(packed) // TOKEN_BYTES - 1  # the engine always computes the last token
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
-        for (page_size, bigram, dynamo, lora_id), members in groups.items():
-            namespace = Namespace.of(
-                extra_key=request.extra_key, lora_id=lora_id, cache_salt=request.cache_salt, dynamo=dynamo
-            )
-            hasher = self._hasher(page_size, bigram)
-            num_pages = min(hasher.num_pages(packed), max(0, limit) // page_size)
-            columns = [targets[i].column for i in members]
-            depth = self.ingest.index.match(hasher.pages(packed, namespace, num_pages=num_pages), columns)
-            for i, column in zip(members, columns, strict=True):
-                predicted[i] = int(depth[column]) * page_size
+        cached = self.predictor.cached_tokens(
+            packed,
+            [Place(targets[i].column, targets[i].record.form, lora_ids[i]) for i in known],
+            extra_key=request.extra_key,
+            cache_salt=request.cache_salt,
+            limit=limit,
+        )
+        for i, tokens in zip(known, cached, strict=True):
+            predicted[i] = tokens
         return predicted
 
-    def _hasher(self, page_size: int, bigram: bool) -> PromptHasher:
-        key = (page_size, bigram)
-        if key not in self._hashers:
-            self._hashers[key] = PromptHasher(page_size=page_size, bigram=bigram, seed=self._hash_seed)
-        return self._hashers[key]
+    def _remember_key(self, extra_key: str) -> None:
+        self._extra_keys.pop(extra_key, None)
+        self._extra_keys[extra_key] = None
+        if len(self._extra_keys) > MAX_EXTRA_KEYS:
+            del self._extra_keys[next(iter(self._extra_keys))]
 
     def _decision(self, request: RouteRequest, found: _Evaluation, i: int) -> Decision:
         target, predicted = found.targets[i], found.predicted[i]
@@ -273,7 +222,7 @@ class RouterCore:
             column=target.column,
             lora_id=found.lora_ids[i],
             adapter=request.adapter,
-            reason=_reason(num_tokens, predicted, found.predicted),
+            reason=_reason(num_tokens, predicted, found.predicted, found.states[i]),
             prompt_tokens=num_tokens,
             predicted_cached_tokens=predicted,
             uncached_tokens=(num_tokens or 0) - (predicted or 0),
@@ -289,17 +238,11 @@ class RouterCore:
         return f"adapter {request.adapter!r} is not loaded on any of {ready} ready workers yet"
 
 
-def _capacity_blocks(record: WorkerRecord) -> int:
-    """Blocks that the worker's caches can hold."""
-    report = record.report
-    return len(record.sources) * report.max_total_tokens // max(1, report.page_size)
-
-
-def _reason(num_tokens: int | None, chosen: int | None, predicted: Sequence[int | None]) -> Reason:
+def _reason(num_tokens: int | None, chosen: int | None, predicted: Sequence[int | None], state: SourceState) -> Reason:
     if num_tokens is None:
         return Reason.NOT_TOKENIZED
     if chosen is None:
-        return Reason.SYNCING
+        return Reason.SYNCING if state is SourceState.SYNCING else Reason.UNVERIFIED
     best = max(cached or 0 for cached in predicted)
     if best > chosen:
         return Reason.SPILL

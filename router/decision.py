@@ -20,7 +20,9 @@ class Reason(StrEnum):
     LEAST_LOADED = "least-loaded"
     """Nobody holds any of it."""
     SYNCING = "syncing"
-    """What the chosen source holds isn't known (yet)."""
+    """What the chosen source holds isn't known yet."""
+    UNVERIFIED = "unverified"
+    """What the chosen source publishes can't be believed; `status` says why."""
     NOT_TOKENIZED = "not-tokenized"
     """The prompt can't be tokenized here (images, say), so nothing can be predicted."""
 

@@ -8,7 +8,7 @@ token_ids are skipped altogether. Source: sglang.srt.disaggregation.kv_events.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -25,10 +25,11 @@ class Tier(StrEnum):
 
 
 class Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
-    """Blocks that the engine now holds."""
+    """Blocks that the engine now holds. `lora_name` as the engine knows it; the hashes tell more, see hashing."""
 
     block_hashes: msgspec.Raw
     medium: str | None = None
+    lora_name: str | None = None
 
 
 class Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -81,12 +82,12 @@ _decode_tag = msgspec.msgpack.Decoder(str).decode
 #: what decoding raises; the latter at thousands of arrays in arrays
 _UNREADABLE = (msgspec.MsgspecError, RecursionError)
 
-#: fields of the array form, by type, in order (SGLang before 0.5.23)
-_ARRAY_FIELDS = {
+ARRAY_FIELDS: Final = {
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
     "BlockRemoved": ("block_hashes", "medium"),
     "AllBlocksCleared": (),
 }
+"""Fields of the array form, by type, in order (SGLang before 0.5.23)."""
 
 
 def decode_batch(payload: bytes) -> Batch:
@@ -122,7 +123,7 @@ def _decode_any(raw: msgspec.Raw) -> Event:
         return _decode_event(raw)
     tag, *values = _decode_array(raw) or [msgspec.Raw(b"\xc0")]  # an empty array has no tag, which nil isn't either
     name = _decode_tag(tag)
-    if name not in _ARRAY_FIELDS:
+    if name not in ARRAY_FIELDS:
         raise msgspec.ValidationError(f"unknown event {name!r}")
-    fields: dict[str, Any] = {"type": name, **dict(zip(_ARRAY_FIELDS[name], values, strict=False))}
+    fields: dict[str, Any] = {"type": name, **dict(zip(ARRAY_FIELDS[name], values, strict=False))}
     return _decode_event(msgspec.msgpack.encode(fields))

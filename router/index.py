@@ -7,6 +7,7 @@ adapters or load.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from router import kernels
+from router.budget import Budget, IndexFullError
 from router.errors import EventDecodeError
 from router.events import Cleared, Event, Removed, Stored, Tier
 from router.ids import SourceId
@@ -33,12 +35,21 @@ class Tally:
     cleared: int = 0
 
 
-class BlockIndex:
-    """Blocks of all sources. One loop owns it."""
+SURPLUS_BYTES: Final = 128
+"""What a block that was stored again costs beside the table: an entry of a dict, with its two integers."""
 
-    def __init__(self, *, min_blocks: int = 0) -> None:
-        """`min_blocks`: expected number of distinct blocks, reserved up front."""
-        self._tables: dict[Tier, BlockTable] = {Tier.GPU: BlockTable(min_blocks=min_blocks)}
+
+class BlockIndex:
+    """Blocks of all sources. One loop owns it.
+
+    With `max_bytes`, whatever needs memory raises IndexFullError where it doesn't fit, having changed nothing of the
+    source but what came before it in the same call.
+    """
+
+    def __init__(self, *, min_blocks: int = 0, max_bytes: int | None = None) -> None:
+        """`min_blocks`: distinct blocks to reserve room for. `max_bytes`: hard limit, None for none."""
+        self._budget = Budget(max_bytes)
+        self._tables: dict[Tier, BlockTable] = {Tier.GPU: BlockTable(min_blocks=min_blocks, budget=self._budget)}
         #: column of every known source
         self._columns: dict[SourceId, int] = {}
         self._free: list[int] = []
@@ -46,16 +57,19 @@ class BlockIndex:
         self._surplus: dict[tuple[Tier, int], dict[int, int]] = {}
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for so many distinct blocks on GPU, so that filling up to them never pauses to grow."""
-        self._tables[Tier.GPU].reserve(num_blocks)
+        """Make room for so many distinct blocks on GPU if there is, so that filling up to them never pauses to grow."""
+        with contextlib.suppress(IndexFullError):
+            self._tables[Tier.GPU].reserve(num_blocks)
 
     def add(self, source: SourceId) -> int:
         """Give `source` a column (its number is stable until `discard`); the source starts empty."""
         if source not in self._columns:
-            column = self._free.pop() if self._free else len(self._columns)
-            self._columns[source] = column
+            column = self._free[-1] if self._free else len(self._columns)
             for table in self._tables.values():
                 table.widen(column + 1)
+            self._columns[source] = column
+            if self._free:
+                self._free.pop()
         return self._columns[source]
 
     def discard(self, source: SourceId) -> None:
@@ -69,7 +83,7 @@ class BlockIndex:
         column = self._columns[source]
         for tier, table in self._tables.items():
             table.drop(column)
-            self._surplus.pop((tier, column), None)
+            self._budget.give(SURPLUS_BYTES * len(self._surplus.pop((tier, column), ())))
 
     @property
     def num_columns(self) -> int:
@@ -78,13 +92,26 @@ class BlockIndex:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the tables."""
-        return sum(table.size_bytes for table in self._tables.values())
+        """Memory of the tables, and of what is counted beside them."""
+        return self._budget.used_bytes
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Limit of size_bytes."""
+        return self._budget.max_bytes
+
+    def fits(self, num_blocks: int) -> bool:
+        """Whether so many more blocks would find room now."""
+        return self._tables[Tier.GPU].fits(num_blocks)
 
     def num_blocks(self, source: SourceId, tier: Tier = Tier.GPU) -> int:
         """Distinct blocks that `source` holds in `tier`."""
         table = self._tables.get(tier)
         return table.held(self._columns[source]) if table else 0
+
+    def num_copies(self, source: SourceId) -> int:
+        """Blocks that `source` holds in all tiers together."""
+        return sum(table.held(self._columns[source]) for table in self._tables.values())
 
     def hashes(self, source: SourceId, tier: Tier = Tier.GPU) -> Hashes:
         """Distinct hashes that `source` holds in `tier`, in no order. O(table)."""
@@ -106,6 +133,10 @@ class BlockIndex:
     def restore(self, source: SourceId, blocks: Mapping[Tier, Hashes]) -> None:
         """Replace everything held by what `export` gave."""
         self.clear(source)
+        self.extend(source, blocks)
+
+    def extend(self, source: SourceId, blocks: Mapping[Tier, Hashes]) -> None:
+        """Store more blocks, as if by events."""
         for tier, hashes in blocks.items():
             self._store(self._columns[source], tier, pack(hashes), Tally())
 
@@ -185,8 +216,9 @@ class BlockIndex:
     def _table(self, tier: Tier) -> BlockTable:
         table = self._tables.get(tier)
         if table is None:
-            table = self._tables[tier] = BlockTable()
+            table = BlockTable(budget=self._budget)
             table.widen(self.num_columns)
+            self._tables[tier] = table
         return table
 
     def _store(self, column: int, tier: Tier, packed: bytes, tally: Tally) -> None:
@@ -195,6 +227,8 @@ class BlockIndex:
             tally.repeats += len(repeats)
             surplus = self._surplus.setdefault((tier, column), {})
             for key in repeats.tolist():
+                if key not in surplus:
+                    self._budget.take(SURPLUS_BYTES)
                 surplus[key] = surplus.get(key, 0) + 1
 
     def _remove(self, column: int, tier: Tier, packed: bytes, tally: Tally) -> None:
@@ -207,6 +241,7 @@ class BlockIndex:
                     surplus[key] -= 1
                     if not surplus[key]:
                         del surplus[key]
+                        self._budget.give(SURPLUS_BYTES)
                 else:
                     last.append(key)
             packed = pack(np.array(last, np.uint64))

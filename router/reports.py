@@ -61,6 +61,11 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Where the worker's mirror answers, see `Snapshot`; empty for none."""
     bigram: bool = False
     """Whether the engine hashes pairs of tokens (speculative decoding)."""
+    fault: str = ""
+    """Why the engine's events can't be predicted from, as its worker found out; empty for no reason."""
+    table_epoch: str = ""
+    table_version: int = -1
+    """The LoRA table as it stood when it last took this worker's holdings: a router with an older copy is behind."""
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +78,13 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     content_id: str
     state: AdapterState
     error: str = ""
+
+
+class TableVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """A point in the LoRA table's history."""
+
+    epoch: str
+    version: int
 
 
 class TableView(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router import kernels
+from router.budget import Budget, IndexFullError
 from router.errors import EventDecodeError
 
 Hashes = NDArray[np.uint64]
@@ -24,15 +25,17 @@ MIN_SLOTS: Final = 1 << 10
 _NONE: Final = np.zeros(0, np.uint64)
 _COLUMNS_PER_WORD: Final = 64
 _WORD: Final = (1 << 64) - 1
+_WORD_BYTES: Final = 8
 
 
 class BlockTable:
     """Set of (hash, column) pairs with bulk store, remove and prefix match."""
 
-    def __init__(self, *, min_blocks: int = 0) -> None:
-        """`min_blocks`: room to reserve so that filling up to it never pauses to grow."""
+    def __init__(self, *, min_blocks: int = 0, budget: Budget | None = None) -> None:
+        """`min_blocks`: room to reserve so that filling up to it never pauses to grow. Raises IndexFullError."""
         self._min_slots = _slots_for(min_blocks)
-        self._slots: NDArray[np.uint64] = np.zeros((self._min_slots + 1, 2), np.uint64)
+        self._budget = budget or Budget()
+        self._slots = self._allocate(self._min_slots, 1)
         #: slots that may be in use before the table grows
         self._room = int(self._min_slots * MAX_LOAD)
         #: counters by the kernels' names, then blocks per column
@@ -60,13 +63,24 @@ class BlockTable:
         return int(self._counts[at]) if at < len(self._counts) else 0
 
     def reserve(self, num_blocks: int) -> None:
-        """Make room for `num_blocks` hashes, and never give it back. Less than before changes nothing."""
-        self._min_slots = max(self._min_slots, _slots_for(num_blocks))
-        if self._slots.shape[0] - 1 < self._min_slots:
-            self._resize(self._min_slots, self.num_words)
+        """Make room for `num_blocks` hashes, and never give it back. Less than before changes nothing.
+
+        Raises IndexFullError, having changed nothing.
+        """
+        num_slots = _slots_for(num_blocks)
+        if self._slots.shape[0] - 1 < num_slots:
+            self._resize(num_slots, self.num_words)
+        self._min_slots = max(self._min_slots, num_slots)
+
+    def fits(self, num_blocks: int) -> bool:
+        """Whether so many more hashes would find room, as far as the budget goes now."""
+        num_slots = _slots_for(self.num_hashes + num_blocks)
+        if num_slots <= self._slots.shape[0] - 1:
+            return True
+        return self._budget.allows(_WORD_BYTES * (num_slots + 1) * (1 + self.num_words))
 
     def widen(self, num_columns: int) -> None:
-        """Make room for columns 0 ... num_columns - 1."""
+        """Make room for columns 0 ... num_columns - 1. Raises IndexFullError, having changed nothing."""
         words = max(1, -(-num_columns // _COLUMNS_PER_WORD))
         if words > self.num_words:
             self._resize(self._slots.shape[0] - 1, words)
@@ -76,7 +90,8 @@ class BlockTable:
     def store(self, column: int, packed: bytes | memoryview) -> Hashes:
         """Add the hashes of the concatenated msgpack arrays `packed`; returns those that were already there.
 
-        The result is a view that the next call overwrites. Raises EventDecodeError, having changed nothing.
+        The result is a view that the next call overwrites. Raises EventDecodeError or IndexFullError, having changed
+        nothing.
         """
         raw = self._prepare(packed)
         while True:
@@ -143,16 +158,24 @@ class BlockTable:
             self._scratch = np.zeros(2 * len(raw), np.uint64)
         return raw
 
+    def _allocate(self, num_slots: int, num_words: int) -> NDArray[np.uint64]:
+        self._budget.take(_WORD_BYTES * (num_slots + 1) * (1 + num_words))
+        return np.zeros((num_slots + 1, 1 + num_words), np.uint64)
+
     def _resize(self, num_slots: int, num_words: int) -> None:
-        slots = np.zeros((num_slots + 1, 1 + num_words), np.uint64)
+        slots = self._allocate(num_slots, num_words)
         kernels.copy(self._slots, slots)
+        self._budget.give(self._slots.nbytes)
         self._slots = slots
         self._room = int(num_slots * MAX_LOAD)
 
     def _shrink(self) -> None:
         """Give memory back when an eighth of the room would do; never below what was reserved."""
         while (num_slots := self._slots.shape[0] - 1) > self._min_slots and self.num_hashes < num_slots * MAX_LOAD / 8:
-            self._resize(max(self._min_slots, num_slots // 4), self.num_words)
+            try:
+                self._resize(max(self._min_slots, num_slots // 4), self.num_words)
+            except IndexFullError:  # no room to move: the next call tries again
+                return
 
 
 def _slots_for(num_blocks: int) -> int:

@@ -18,11 +18,14 @@ from router.events import Tier
 from router.ids import SourceId
 from router.ingest import EventIngest, SourceState
 from router.reports import Snapshot, SnapshotRequest
+from router.table import Hashes
 
 log = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S: Final = 10.0
 """A million blocks are 8 MB: well under a second on a healthy network."""
+PART_BLOCKS: Final = 16_384
+"""Blocks stored at a time: a millisecond or two."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(SnapshotRequest).decode
@@ -67,10 +70,8 @@ class SnapshotServer:
         self._context.destroy(linger=0)
 
 
-async def fetch_snapshot(
-    context: zmq.asyncio.Context, endpoint: str, source: SourceId, ingest: EventIngest
-) -> list[Effect]:
-    """Fetch the mirror of `source` and give it to `ingest`.
+async def ask_snapshot(context: zmq.asyncio.Context, endpoint: str, source: SourceId) -> Snapshot:
+    """The mirror of `source` from its worker.
 
     Raises:
         TimeoutError: no answer, an unreadable one, or the mirror has nothing exact to give.
@@ -86,11 +87,37 @@ async def fetch_snapshot(
         socket.close()
     try:
         snapshot = _decode_snapshot(frames[-1])
-        blocks = {
-            Tier(tier): np.frombuffer(packed, "<u8").astype(np.uint64) for tier, packed in snapshot.blocks.items()
-        }
-    except (msgspec.MsgspecError, ValueError) as exc:
+    except msgspec.MsgspecError as exc:
         raise TimeoutError(f"unreadable snapshot: {exc}") from exc
     if snapshot.error:
         raise TimeoutError(snapshot.error)
-    return ingest.snapshot(source, snapshot.last_seq, blocks, now_s=time.time())
+    if (snapshot.incarnation, snapshot.dp_rank) != (source.incarnation, source.dp_rank):
+        raise TimeoutError(f"a snapshot of {snapshot.incarnation}/r{snapshot.dp_rank} came for {source}")
+    return snapshot
+
+
+def snapshot_blocks(snapshot: Snapshot) -> dict[Tier, Hashes]:
+    """Its hashes by tier. Raises TimeoutError, as for any unreadable snapshot."""
+    try:
+        return {Tier(tier): np.frombuffer(packed, "<u8").astype(np.uint64) for tier, packed in snapshot.blocks.items()}
+    except ValueError as exc:
+        raise TimeoutError(f"unreadable snapshot: {exc}") from exc
+
+
+async def fetch_snapshot(
+    context: zmq.asyncio.Context, endpoint: str, source: SourceId, ingest: EventIngest
+) -> list[Effect]:
+    """Fetch the mirror of `source` and give it to `ingest`, in parts, so that requests are served in between.
+
+    Raises:
+        TimeoutError: as `ask_snapshot`; or there is no room for it.
+    """
+    snapshot = await ask_snapshot(context, endpoint, source)
+    blocks = snapshot_blocks(snapshot)
+    restore = ingest.restore_begins(source)
+    for tier, hashes in blocks.items():
+        for start in range(0, len(hashes), PART_BLOCKS):
+            if not ingest.restoring(source, restore, {tier: hashes[start : start + PART_BLOCKS]}):
+                raise TimeoutError("there is no room for it, or its source is gone")
+            await asyncio.sleep(0)
+    return ingest.restored(source, restore, snapshot.last_seq, now_s=time.time())

@@ -14,16 +14,16 @@ from typing import Final
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from router.cursor import SeqPayload
 from router.effects import Effect, RequestReplay, RequestSnapshot, Subscribe, Unsubscribe
 from router.ids import SourceId
 from router.ingest import EventIngest
+from router.net.replay import fetch_replay
 
 log = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_S: Final = 2.0
-"""SGLang's publisher looks at its replay socket at least every 0.1 s."""
 RETRY_S: Final = 1.0
 """Pause before a source that couldn't be synced is tried again."""
 _MESSAGES_A_TURN: Final = 256
@@ -31,17 +31,32 @@ _MESSAGES_A_TURN: Final = 256
 _HWM: Final = 1_000_000
 """Messages the socket may queue while we are busy; the publisher's own limit is below."""
 
+
+class NoSnapshotError(Exception):
+    """There is nobody to ask for a snapshot of this source, now or later."""
+
+
 SnapshotFetcher = Callable[[zmq.asyncio.Context, SourceId], Awaitable[list[Effect]]]
-"""Fetches a source's snapshot, gives it to the ingest and returns the effects; raises TimeoutError."""
+"""Fetches a source's snapshot, gives it to the ingest and returns the effects; raises TimeoutError, NoSnapshotError."""
+OnDisconnect = Callable[[SourceId], None]
+"""Told when a source's connection breaks; ZMQ itself reconnects."""
 
 
 class EventSubscriber:
     """Owns the sockets of all sources. Lives on one event loop."""
 
-    def __init__(self, ingest: EventIngest, *, fetch_snapshot: SnapshotFetcher | None = None) -> None:
+    def __init__(
+        self,
+        ingest: EventIngest,
+        *,
+        fetch_snapshot: SnapshotFetcher | None = None,
+        on_disconnect: OnDisconnect | None = None,
+    ) -> None:
+        """Without `fetch_snapshot`, what a replay can't bring is given up: see `EventIngest.adopt`."""
         self._ingest = ingest
         self._fetch_snapshot = fetch_snapshot
-        self._context = zmq.asyncio.Context()
+        self.on_disconnect = on_disconnect
+        self.context = zmq.asyncio.Context()
         self._streams: dict[SourceId, _Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -73,7 +88,7 @@ class EventSubscriber:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        self._context.destroy(linger=0)
+        self.context.destroy(linger=0)
 
     def received(self, source: SourceId, frames: list[bytes]) -> None:
         """A message of a subscription."""
@@ -88,7 +103,7 @@ class EventSubscriber:
 
     def plain_context(self) -> zmq.Context[zmq.Socket[bytes]]:
         """The context, for sockets that the loop reads by file descriptor."""
-        return zmq.Context(self._context)
+        return zmq.Context(self.context)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -102,36 +117,24 @@ class EventSubscriber:
         try:
             if stream.replay_endpoint is None:
                 raise TimeoutError("the engine has no replay socket")
-            batches = await asyncio.wait_for(self._fetch_replay(stream.replay_endpoint, from_seq), REPLAY_TIMEOUT_S)
+            async for part in fetch_replay(self.context, stream.replay_endpoint, from_seq):
+                self.perform(self._ingest.replaying(source, part, now_s=time.time()))
+                await asyncio.sleep(0)
         except TimeoutError as exc:
-            log.warning("%s: no replay from %d: %s", source, from_seq, exc or f"silent for {REPLAY_TIMEOUT_S} s")
+            log.warning("%s: no replay from %d: %s", source, from_seq, exc or "its socket is silent")
             self.perform(self._ingest.replay_failed(source))
             return
-        self.perform(self._ingest.replayed(source, batches, now_s=time.time()))
-
-    async def _fetch_replay(self, endpoint: str, from_seq: int) -> list[SeqPayload]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.rcvhwm = _HWM
-        try:
-            socket.connect(endpoint)
-            await socket.send_multipart([b"", from_seq.to_bytes(8, "big")])
-            batches: list[SeqPayload] = []
-            while True:
-                frames = await socket.recv_multipart()
-                seq, payload = int.from_bytes(frames[-2], "big", signed=True), frames[-1]
-                if seq < 0:
-                    return batches
-                batches.append(SeqPayload(seq, payload))
-        finally:
-            socket.close()
+        self.perform(self._ingest.replayed(source, [], now_s=time.time()))
 
     async def _snapshot(self, source: SourceId) -> None:
         """Until the worker's mirror can be had, start over with a replay: a source is never left behind."""
         try:
             if self._fetch_snapshot is None:
-                raise TimeoutError("the worker offers no snapshot")
-            self.perform(await self._fetch_snapshot(self._context, source))
+                raise NoSnapshotError
+            self.perform(await self._fetch_snapshot(self.context, source))
+        except NoSnapshotError:
+            log.warning("%s: batches are missing that nobody has; unverified until its cache is cleared", source)
+            self.perform(self._ingest.adopt(source, now_s=time.time()))
         except TimeoutError as exc:
             log.warning("%s: no snapshot (%s); routed by load, next try in %.0f s", source, exc, RETRY_S)
             await asyncio.sleep(RETRY_S)
@@ -149,8 +152,14 @@ class _Stream:
         self._socket.linger = 0
         self._socket.rcvhwm = _HWM
         self._socket.subscribe(b"")
-        self._socket.connect(subscribe.endpoint)
         self._loop = asyncio.get_running_loop()
+        #: tells of lost connections, where somebody wants to know
+        self._monitor: zmq.Socket[bytes] | None = None
+        if owner.on_disconnect is not None:
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+            self._loop.add_reader(self._monitor_fd, self._read_monitor)
+        self._socket.connect(subscribe.endpoint)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self.read)
         self._loop.call_soon(self.read)  # the descriptor tells changes only
@@ -167,7 +176,17 @@ class _Stream:
             self._owner.received(self._source, frames)
         self._loop.call_soon(self.read)
 
+    def _read_monitor(self) -> None:
+        while self._monitor is not None and self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            if self._owner.on_disconnect is not None:
+                self._owner.on_disconnect(self._source)
+
     def close(self) -> None:
         """Stop reading; queued messages are void."""
         self._loop.remove_reader(self._fd)
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor_fd)
+            self._monitor = None
+            self._socket.disable_monitor()
         self._socket.close(linger=0)

@@ -239,7 +239,7 @@ def test_batches_tagged_with_another_rank_condemn_the_source(fleet: Fleet) -> No
     fleet.publish(source("w0", rank=1), dp_rank=0)
     assert fleet.core.ingest.state(source("w0", rank=1)) is SourceState.UNVERIFIED
     assert fleet.core.ingest.fault(source("w0", rank=1)) == "batches are tagged dp_rank 0, expected 1"
-    assert fleet.choose() == ("w0", Reason.SYNCING)
+    assert fleet.choose() == ("w0", Reason.UNVERIFIED)
 
 
 # -- identity ----------------------------------------------------------------------------------------------------

@@ -18,10 +18,18 @@ def batches(*seqs: int) -> list[SeqPayload]:
     return [batch(seq) for seq in seqs]
 
 
+def replay(cursor: Cursor, answer: list[SeqPayload]) -> Advance:
+    """A whole answer to a replay wish, in two parts."""
+    half = len(answer) // 2
+    parts = [cursor.replaying(answer[:half]), cursor.replaying(answer[half:]), cursor.replayed()]
+    assert [part.wish for part in parts[:2]] == [None, None]
+    return Advance([batch for part in parts for batch in part.apply], parts[-1].wish)
+
+
 def synced(next_seq: int = 0) -> Cursor:
     """A cursor that has applied all batches below `next_seq`."""
     cursor = Cursor()
-    assert cursor.replayed(batches(*range(next_seq))) == Advance(batches(*range(next_seq)))
+    assert replay(cursor, batches(*range(next_seq))) == Advance(batches(*range(next_seq)))
     return cursor
 
 
@@ -29,7 +37,7 @@ def test_new_cursor_wants_a_replay_from_the_beginning_and_applies_nothing_before
     cursor = Cursor()
     assert (cursor.pending, cursor.next_seq) == (Wish.REPLAY, 0)
     assert cursor.live(batch(2)) == Advance()
-    assert cursor.replayed(batches(0, 1)) == Advance(batches(0, 1, 2))
+    assert replay(cursor, batches(0, 1)) == Advance(batches(0, 1, 2))
     assert cursor.pending is None
 
 
@@ -53,13 +61,13 @@ def test_late_batch_of_the_gap_waits_for_the_replay() -> None:
     cursor = synced(2)
     cursor.live(batch(3))
     assert cursor.live(batch(2)) == Advance()
-    assert cursor.replayed([]) == Advance(batches(2, 3))
+    assert replay(cursor, []) == Advance(batches(2, 3))
 
 
 def test_replay_fills_the_gap_and_what_waited_follows() -> None:
     cursor = synced(2)
     cursor.live(batch(3))
-    assert cursor.replayed(batches(2)) == Advance(batches(2, 3))
+    assert replay(cursor, batches(2)) == Advance(batches(2, 3))
     assert (cursor.pending, cursor.next_seq) == (None, 4)
 
 
@@ -67,7 +75,7 @@ def test_replay_that_overruns_the_live_head_applies_each_batch_once() -> None:
     cursor = synced(2)
     for seq in (3, 4):
         cursor.live(batch(seq))
-    assert cursor.replayed(batches(1, 2, 3, 4, 5, 6)) == Advance(batches(2, 3, 4, 5, 6))
+    assert replay(cursor, batches(1, 2, 3, 4, 5, 6)) == Advance(batches(2, 3, 4, 5, 6))
     assert [cursor.live(batch(seq)) for seq in (5, 6, 7)] == [Advance(), Advance(), Advance(batches(7))]
     assert cursor.duplicates == 3
 
@@ -75,21 +83,69 @@ def test_replay_that_overruns_the_live_head_applies_each_batch_once() -> None:
 def test_hole_before_a_replay_is_never_spliced_but_wants_a_snapshot() -> None:
     cursor = synced(2)
     cursor.live(batch(9))
-    assert cursor.replayed(batches(8, 9)) == Advance(wish=Wish.SNAPSHOT)
+    assert replay(cursor, batches(8, 9)) == Advance(wish=Wish.SNAPSHOT)
     assert (cursor.next_seq, cursor.pending) == (2, Wish.SNAPSHOT)
 
 
-def test_hole_inside_a_replay_applies_what_comes_before_it() -> None:
+def test_hole_inside_a_replay_is_asked_for_again_while_that_brings_anything() -> None:
     cursor = synced(2)
     cursor.live(batch(6))
-    assert cursor.replayed(batches(2, 4, 5)) == Advance(batches(2), Wish.SNAPSHOT)
+    assert replay(cursor, batches(2, 4, 5)) == Advance(batches(2), Wish.REPLAY)
+    assert replay(cursor, batches(4, 5)) == Advance(wish=Wish.SNAPSHOT)
+
+
+def test_adopting_goes_on_with_the_first_batch_there_is() -> None:
+    cursor = synced(2)
+    for seq in (7, 8, 11):
+        cursor.live(batch(seq))
+    cursor.failed()
+    assert cursor.adopted() == Advance(batches(7, 8), Wish.REPLAY)
+    assert (cursor.next_seq, replay(cursor, batches(9, 10))) == (9, Advance(batches(9, 10, 11)))
+
+
+def test_adopting_nothing_takes_whatever_comes_first() -> None:
+    cursor = synced(2)
+    cursor.failed()
+    assert (cursor.adopted(), cursor.pending, cursor.announced(40), cursor.announced(40)) == (
+        Advance(),
+        None,
+        Advance(),
+        Advance(),
+    )
+    assert [cursor.live(batch(seq)) for seq in (41, 42)] == [Advance(batches(41)), Advance(batches(42))]
+    assert cursor.live(batch(40)) == Advance()
+
+
+def test_doubt_applies_nothing_until_a_replay_has_come() -> None:
+    cursor = synced(2)
+    assert [cursor.doubted(), cursor.live(batch(2)), cursor.doubted()] == [
+        Advance(wish=Wish.REPLAY),
+        Advance(),
+        Advance(),
+    ]
+    assert replay(cursor, []) == Advance(batches(2))
+
+
+def test_starting_over_takes_everything_again() -> None:
+    cursor = synced(3)
+    cursor.live(batch(7))
+    assert cursor.restarted() == Advance(wish=Wish.REPLAY)
+    assert replay(cursor, batches(0, 1, 2, 3)) == Advance(batches(0, 1, 2, 3))
+    assert (cursor.pending, cursor.next_seq) == (None, 4)
+
+
+def test_bytes_that_wait_are_bounded_too() -> None:
+    cursor = synced(0)
+    large = bytes(cursor_module.MAX_WAITING_BYTES // 2)
+    wishes = [cursor.live(SeqPayload(seq, large)).wish for seq in (1, 2, 3)]
+    assert wishes == [Wish.REPLAY, None, Wish.SNAPSHOT]
 
 
 def test_replay_nobody_waits_for_is_ignored() -> None:
     cursor = synced(2)
-    assert cursor.replayed(batches(2, 3)) == Advance()
+    assert replay(cursor, batches(2, 3)) == Advance()
     cursor.failed()
-    assert (cursor.replayed(batches(2, 3)), cursor.pending, cursor.next_seq) == (Advance(), Wish.SNAPSHOT, 2)
+    assert (replay(cursor, batches(2, 3)), cursor.pending, cursor.next_seq) == (Advance(), Wish.SNAPSHOT, 2)
 
 
 def test_failed_replay_wants_a_snapshot_and_a_retry_a_replay() -> None:
@@ -111,7 +167,7 @@ def test_snapshot_before_what_waited_asks_for_the_rest() -> None:
     cursor.live(batch(9))
     cursor.failed()
     assert cursor.jumped(6) == Advance(wish=Wish.REPLAY)
-    assert cursor.replayed(batches(7, 8)) == Advance(batches(7, 8, 9))
+    assert replay(cursor, batches(7, 8)) == Advance(batches(7, 8, 9))
 
 
 def test_snapshot_of_an_empty_stream_starts_at_zero() -> None:
@@ -124,7 +180,7 @@ def test_snapshot_older_than_what_was_applied_asks_for_the_rest_again() -> None:
     cursor = synced(9)
     cursor.failed()
     assert cursor.jumped(5) == Advance(wish=Wish.REPLAY)
-    assert cursor.replayed(batches(6, 7, 8)) == Advance(batches(6, 7, 8))
+    assert replay(cursor, batches(6, 7, 8)) == Advance(batches(6, 7, 8))
 
 
 def test_late_snapshots_one_after_the_other_do_not_content_the_cursor() -> None:
@@ -209,8 +265,8 @@ class LossyStream(RuleBasedStateMachine):
     def answer_replay(self, arrives: bool, from_seq: int) -> None:
         """Of what was asked for, or of an earlier question whose answer comes late."""
         first = max(min(from_seq, self.position), self.published - self.ring)
-        replay = batches(*range(first, self.published))
-        self.take(self.cursor.replayed(replay) if arrives else self.cursor.failed())
+        answer = batches(*range(first, self.published))
+        self.take(replay(self.cursor, answer) if arrives else self.cursor.failed())
 
     @rule(lag=st.integers(0, 4))
     def answer_snapshot(self, lag: int) -> None:
@@ -246,7 +302,7 @@ class LossyStream(RuleBasedStateMachine):
         for _ in range(6):
             if self.cursor.pending is Wish.REPLAY:
                 first = max(self.position, self.published - self.ring)
-                self.take(self.cursor.replayed(batches(*range(first, self.published))))
+                self.take(replay(self.cursor, batches(*range(first, self.published))))
             elif self.cursor.pending is Wish.SNAPSHOT:
                 self.snapshot(self.published - 1)
             elif self.published:

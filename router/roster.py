@@ -1,0 +1,162 @@
+"""The roster: workers as they report themselves, their sources, and what the LoRA table says they hold.
+
+The write path of RouterCore beside the event streams. Knows which sources requests may go to, not which is best.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from router.attestation import Attestor, HashForm
+from router.effects import Effect, Subscribe, Unsubscribe
+from router.ids import Incarnation, LoraId, SourceId, WorkerId
+from router.ingest import EventIngest
+from router.load import LoadBook
+from router.reports import AdapterState, TableView, WorkerReport, WorkerState
+
+MAX_RESERVED_BLOCKS = 1 << 22
+"""Beyond this, room is made as blocks come: what caches could hold needn't be distinct, nor ever be there."""
+_UNKNOWN = HashForm(0)
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """A worker's latest report and its sources, in the order of its ranks."""
+
+    report: WorkerReport
+    sources: tuple[SourceId, ...] = ()
+    form: HashForm = _UNKNOWN
+    #: adapters that its engine holds now
+    adapters: dict[str, LoraId] = field(default_factory=dict)
+    #: unheard for a while: asked last, and nothing is predicted for it
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A source that requests may go to."""
+
+    record: WorkerRecord
+    source: SourceId
+    column: int
+
+
+class Roster:
+    """See the module. Mutators: `report`, `silence`, `forget`, `update_table`."""
+
+    def __init__(self, ingest: EventIngest, load: LoadBook, *, extra_keys: Collection[str]) -> None:
+        """`extra_keys`: those that requests have used lately; a live view, for attestation."""
+        self._ingest = ingest
+        self._load = load
+        self._extra_keys = extra_keys
+        self.table = TableView(epoch="", version=-1)
+        #: workers that have reported and weren't forgotten
+        self.workers: dict[WorkerId, WorkerRecord] = {}
+        #: engine lives that were followed by another, by worker
+        self.restarts: Counter[WorkerId] = Counter()
+        #: all and only sources of ready workers, in the order of workers; silent ones only where all are
+        self.routable: list[Target] = []
+        #: all and only loaded adapters of the table copy
+        self._loaded: dict[tuple[WorkerId, Incarnation], dict[str, LoraId]] = {}
+
+    def report(self, report: WorkerReport) -> list[Effect]:
+        """A worker's heartbeat. A new incarnation voids the old one, its blocks and its bookings at once."""
+        record = self.workers.get(report.worker_id)
+        effects: list[Effect] = []
+        if record is not None and record.report.incarnation != report.incarnation:
+            effects += self.forget(report.worker_id)
+            self.restarts[report.worker_id] += 1
+            record = None
+        if record is None:
+            record = self.workers[report.worker_id] = WorkerRecord(report)
+            self._expect(record)
+        changed = record.report.state != report.state or record.silent
+        record.report, record.silent = report, False
+        if not record.sources and report.ranks:
+            effects += self._add_sources(record)
+            changed = True
+        if changed:
+            self._refresh_routable()
+        for source, rank in zip(record.sources, report.ranks, strict=False):
+            if report.fault:
+                self._ingest.condemn(source, report.fault)
+            if rank.last_seq is not None:
+                effects += self._ingest.announced(source, rank.last_seq)
+        return effects
+
+    def forget(self, worker_id: WorkerId) -> list[Effect]:
+        """The worker is gone, or its engine life is."""
+        record = self.workers.pop(worker_id, None)
+        if record is None:
+            return []
+        for source in record.sources:
+            self._load.reset(self._ingest.column(source))
+            self._ingest.discard(source)
+        self._refresh_routable()
+        return [Unsubscribe(source) for source in record.sources]
+
+    def silence(self, worker_id: WorkerId) -> None:
+        """The worker hasn't been heard for a while. Its next report makes up for it."""
+        record = self.workers.get(worker_id)
+        if record is not None and not record.silent:
+            record.silent = True
+            self._refresh_routable()
+
+    def update_table(self, view: TableView) -> bool:
+        """Take a copy of the LoRA table; an older version of the same epoch changes nothing. True if taken."""
+        if view.epoch == self.table.epoch and view.version <= self.table.version:
+            return False
+        self.table = view
+        self._loaded = {}
+        for row in view.holdings:
+            if row.state is AdapterState.LOADED:
+                self._loaded.setdefault((row.worker_id, row.incarnation), {})[row.name] = row.lora_id
+        for record in self.workers.values():
+            self._expect(record)
+        return True
+
+    def check(self) -> None:
+        """Invariants; for tests."""
+        columns = [self._ingest.column(source) for record in self.workers.values() for source in record.sources]
+        assert len(set(columns)) == len(columns)
+        assert {target.source for target in self.routable} <= {s for r in self.workers.values() for s in r.sources}
+
+    def _add_sources(self, record: WorkerRecord) -> list[Effect]:
+        report = record.report
+        sources = [SourceId(report.worker_id, report.incarnation, rank.dp_rank) for rank in report.ranks]
+        record.sources = tuple(sources)
+        record.form = HashForm(report.page_size, report.bigram, report.dynamo_format)
+        for source in sources:
+            attestor = Attestor(record.form, extra_keys=self._extra_keys)
+            self._load.widen(self._ingest.add(source, attestor) + 1)
+        self._expect(record)
+        self._ingest.index.reserve(min(MAX_RESERVED_BLOCKS, sum(map(_capacity_blocks, self.workers.values()))))
+        return [
+            Subscribe(source, rank.endpoint, rank.replay_endpoint)
+            for source, rank in zip(sources, report.ranks, strict=True)
+        ]
+
+    def _expect(self, record: WorkerRecord) -> None:
+        """Take from the table what the worker's engine holds."""
+        report = record.report
+        record.adapters = self._loaded.get((report.worker_id, report.incarnation), {})
+        for source in record.sources:
+            if (attestor := self._ingest.attestor(source)) is not None:
+                attestor.expect(record.adapters)
+
+    def _refresh_routable(self) -> None:
+        ready = [record for record in self.workers.values() if record.report.state is WorkerState.READY]
+        heard = [record for record in ready if not record.silent]
+        self.routable = [
+            Target(record, source, self._ingest.column(source))
+            for record in heard or ready  # nobody is heard: the fault may be ours
+            for source in record.sources
+        ]
+
+
+def _capacity_blocks(record: WorkerRecord) -> int:
+    """Blocks that the worker's caches can hold."""
+    report = record.report
+    return len(record.sources) * report.max_total_tokens // max(1, report.page_size)

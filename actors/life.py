@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from pathlib import Path
 from typing import Final
@@ -14,10 +15,15 @@ from actors.engine.client import EngineClient, EngineError, EngineFacts
 from actors.engine.identity import AdapterFilesError, adapter_files, content_id, lora_id
 from actors.engine.spec import EngineSpec
 from actors.mirror import Mirror
+from actors.probe import attest_engine
+from router.attestation import HashForm
 from router.ids import DpRank, Incarnation, SourceId, WorkerId
 from router.reports import AdapterState, Holding, RankReport, WorkerReport, WorkerState
 
+log = logging.getLogger(__name__)
+
 _POLL_S: Final = 0.25
+_HEAL_S: Final = 5.0
 
 
 class EngineLife:
@@ -46,7 +52,7 @@ class EngineLife:
     def report(self) -> WorkerReport:
         """The heartbeat as of now."""
         mirror = self._mirror
-        if mirror is None:
+        if mirror is None or not self._report.ranks:
             return self._report
         ranks = tuple(
             msgspec.structs.replace(rank, last_seq=mirror.last_seq(rank.dp_rank)) for rank in self._report.ranks
@@ -72,12 +78,23 @@ class EngineLife:
             await asyncio.sleep(_POLL_S)
         facts = await client.facts()
         self.holdings = await asyncio.to_thread(self._read_holdings, spec)
-        self._serve(spec, url, facts, snapshot_endpoint)
+        ranks = _ranks(spec)
+        form = HashForm(facts.page_size, bigram=facts.bigram, dynamo=spec.kv_events.format == "dynamo")
+        sources = [SourceId(self._report.worker_id, self.incarnation, rank.dp_rank) for rank in ranks]
+        self._mirror = Mirror(sources, ranks, form)
+        fault = await attest_engine(client, self._mirror, form)
+        if fault:
+            log.error("%s: %s; it serves, but nothing is predicted for it", self._report.worker_id, fault)
+        self._serve(spec, url, ranks, facts, snapshot_endpoint, fault)
 
     async def wait(self) -> None:
         """Until the engine ends, which is an error: raises EngineError with its last lines."""
         assert self._process is not None
-        code = await self._process.wait()
+        healing = asyncio.ensure_future(self._heal())
+        try:
+            code = await self._process.wait()
+        finally:
+            healing.cancel()
         raise EngineError(f"engine ended with {code} while serving:\n{self._process.tail}")
 
     async def kill(self) -> None:
@@ -97,16 +114,27 @@ class EngineLife:
         if client is not None:
             await client.close()
 
-    def _serve(self, spec: EngineSpec, url: str, facts: EngineFacts, snapshot_endpoint: str) -> None:
-        ranks = [
-            RankReport(
-                dp_rank=DpRank(spec.first_dp_rank + i),
-                endpoint=f"tcp://{spec.host}:{spec.event_port + i}",
-                replay_endpoint=f"tcp://{spec.host}:{spec.replay_port + i}",
-            )
-            for i in range(spec.dp_size)
-        ]
-        self._mirror = Mirror([SourceId(self._report.worker_id, self.incarnation, r.dp_rank) for r in ranks], ranks)
+    async def _heal(self) -> None:
+        """Empty the engine's cache where the mirror has missed what nobody can tell it any more."""
+        while True:
+            await asyncio.sleep(_HEAL_S)
+            if self._mirror is None or self.client is None or not self._mirror.has_hole():
+                continue
+            try:
+                await self.client.flush_cache(timeout_s=_HEAL_S)
+                log.warning("%s: events were lost for good; the engine's cache was flushed", self._report.worker_id)
+            except EngineError as exc:
+                log.warning("%s: events were lost for good, to be flushed when idle: %s", self._report.worker_id, exc)
+
+    def _serve(
+        self,
+        spec: EngineSpec,
+        url: str,
+        ranks: list[RankReport],
+        facts: EngineFacts,
+        snapshot_endpoint: str,
+        fault: str,
+    ) -> None:
         self._report = msgspec.structs.replace(
             self._report,
             state=WorkerState.READY,
@@ -119,6 +147,7 @@ class EngineLife:
             dynamo_format=spec.kv_events.format == "dynamo",
             bigram=facts.bigram,
             snapshot_endpoint=snapshot_endpoint,
+            fault=fault,
         )
 
     def _read_holdings(self, spec: EngineSpec) -> list[Holding]:
@@ -147,3 +176,15 @@ def _check_files(spec: EngineSpec) -> None:
             adapter_files(Path(path))
         except AdapterFilesError as exc:
             raise ValueError(f"lora.adapters.{name}: {exc}") from exc
+
+
+def _ranks(spec: EngineSpec) -> list[RankReport]:
+    """Where each rank publishes."""
+    return [
+        RankReport(
+            dp_rank=DpRank(spec.first_dp_rank + i),
+            endpoint=f"tcp://{spec.host}:{spec.event_port + i}",
+            replay_endpoint=f"tcp://{spec.host}:{spec.replay_port + i}",
+        )
+        for i in range(spec.dp_size)
+    ]

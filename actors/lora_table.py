@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from router.ids import Incarnation, WorkerId
-from router.reports import Holding, TableView
+from router.reports import Holding, TableVersion, TableView
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,13 @@ class LoraTable:
     def __repr__(self) -> str:
         return f"LoraTable(version {self._version}, {len(self._names)} adapters)"
 
-    async def tell(self, worker_id: WorkerId, incarnation: Incarnation, holdings: list[Holding]) -> None:
+    async def tell(self, worker_id: WorkerId, incarnation: Incarnation, holdings: list[Holding]) -> TableVersion:
         """All that one life of a worker holds; replaces what was told of the worker before."""
         told = (incarnation, tuple(holdings))
         if self._holdings.get(worker_id) != told:
             self._holdings[worker_id] = told
             self._bump()
+        return TableVersion(epoch=self._epoch, version=self._version)
 
     async def forget(self, worker_id: WorkerId) -> None:
         """The worker is gone for good."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from router.attestation import Attestor, HashForm
 from router.effects import Subscribe
 from router.ids import DpRank, SourceId
 from router.ingest import EventIngest, SourceState
@@ -13,14 +14,21 @@ from router.reports import RankReport, Snapshot, SnapshotRequest
 class Mirror:
     """Follows the ranks of one engine life. Lives on the worker's loop."""
 
-    def __init__(self, sources: list[SourceId], ranks: list[RankReport]) -> None:
-        """`sources` and `ranks` run parallel."""
+    def __init__(self, sources: list[SourceId], ranks: list[RankReport], form: HashForm) -> None:
+        """`sources` and `ranks` run parallel; `form` as the engine's settings say."""
         self._ingest = EventIngest()
         self._subscriber = EventSubscriber(self._ingest)
         self._sources = {source.dp_rank: source for source in sources}
+        #: nobody uses extra keys before the engine is known, so that the first hash must be ours
+        self._attestors = {source.dp_rank: Attestor(form, max_unexplained=1) for source in sources}
         for source, rank in zip(sources, ranks, strict=True):
-            self._ingest.add(source)
+            self._ingest.add(source, self._attestors[source.dp_rank])
             self._subscriber.perform([Subscribe(source, rank.endpoint, rank.replay_endpoint)])
+
+    @property
+    def dp_ranks(self) -> list[DpRank]:
+        """All ranks, in the engine's order."""
+        return list(self._sources)
 
     def last_seq(self, dp_rank: DpRank) -> int | None:
         """Last batch seen of a rank, None before the first or while unsure."""
@@ -32,6 +40,19 @@ class Mirror:
     def num_blocks(self, dp_rank: DpRank) -> int:
         """Blocks held on GPU."""
         return self._ingest.index.num_blocks(self._sources[dp_rank])
+
+    def is_attested(self, dp_rank: DpRank) -> bool:
+        """Whether a block of the base model had the hash that we compute."""
+        return self._attestors[dp_rank].num_attested > 0
+
+    def fault(self, dp_rank: DpRank) -> str:
+        """Why the rank's events can't be predicted from; empty for no reason."""
+        return self._attestors[dp_rank].fault
+
+    def has_hole(self) -> bool:
+        """Whether batches are missing that not even the engine has: only an emptied cache makes up for them."""
+        states = [self._ingest.state(source) for source in self._sources.values()]
+        return SourceState.UNVERIFIED in states and not any(map(self.fault, self._sources))
 
     def snapshot(self, request: SnapshotRequest) -> Snapshot:
         """Answer to a router."""

@@ -10,33 +10,26 @@ import asyncio
 import logging
 import os
 import random
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-import zmq.asyncio
 
 from router.config import RouterConfig
 from router.core import RouterCore
-from router.effects import Effect
 from router.ids import Incarnation, SourceId, WorkerId
 from router.ingest import SourceState
 from router.net import metrics
 from router.net.dispatch import Dispatcher
-from router.net.heartbeats import HeartbeatListener
+from router.net.follower import Follower
 from router.net.ingress import Ingress
 from router.net.metrics import PrometheusRecorder, Recorder
-from router.net.snapshots import fetch_snapshot
-from router.net.subscriber import EventSubscriber
 from router.net.tokenizer import PromptTokenizer
 from router.reports import TableView, WorkerReport, WorkerState
 
 log = logging.getLogger(__name__)
 
-SILENT_S: Final = 5.0
-"""A worker unheard for so many heartbeats is dead until heard again."""
-_WATCH_S: Final = 1.0
+_MEASURE_S: Final = 1.0
 _TABLE_WAIT_S: Final = 30.0
 _RETRY_S: Final = 0.5
 
@@ -69,18 +62,18 @@ class Router:
             rng=random.Random(),
             hash_seed=int.from_bytes(os.urandom(8), "big"),
             min_blocks=settings.min_blocks,
+            max_index_bytes=settings.config.max_index_mb * 1024 * 1024,
         )
-        #: when each followed worker was last heard, monotonic seconds; None before the first time
-        self._heard_s: dict[WorkerId, float | None] = {}
         #: totals of sources that metrics have been told already; dropped with the source
         self._counted: dict[tuple[str, SourceId], int] = {}
+        #: a worker has told of a newer table than our copy
+        self._table_behind = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         #: None where the model's tokenizer can't be loaded here
         self._tokenizer: PromptTokenizer | None = None
         #: the engine life that the tokenizer was, or is being, compared with
         self._compared: Incarnation | None = None
-        self._subscriber: EventSubscriber
-        self._heartbeats: HeartbeatListener
+        self._follower: Follower
         self._dispatcher: Dispatcher
         self._ingress: Ingress
 
@@ -91,15 +84,14 @@ class Router:
         """Listen. Raises OSError if the port is taken or the model isn't there."""
         settings = self._settings
         self._tokenizer = await self._load_tokenizer()
-        self._subscriber = EventSubscriber(self._core.ingest, fetch_snapshot=self._fetch_snapshot)
-        self._heartbeats = HeartbeatListener(self._heard)
+        self._follower = Follower(self._core, on_report=self._heard)
         self._dispatcher = Dispatcher(
             self._core,
             served_name=settings.served_name,
             engine_key=settings.api_key,
             timeout_s=settings.config.request_timeout_s,
             record=self._record,
-            drain=self._subscriber.drain,
+            drain=self._follower.drain,
         )
         self._ingress = Ingress(
             settings.config,
@@ -109,18 +101,13 @@ class Router:
             prometheus=self._prometheus,
             before_scrape=self._measure,
         )
-        for work in (self._follow_table(), self._watch()):
+        for work in (self._follow_table(), self._follower.watch(), self._keep_measuring()):
             self._spawn(work)
         await self._ingress.start()
 
     async def follow(self, endpoints: Mapping[WorkerId, str]) -> None:
         """Serve with these workers and no others: id -> heartbeat endpoint."""
-        for worker_id in self._heard_s.keys() - endpoints.keys():
-            del self._heard_s[worker_id]
-            self._subscriber.perform(self._core.forget(worker_id))
-        for worker_id in endpoints:
-            self._heard_s.setdefault(worker_id, None)
-        self._heartbeats.follow(set(endpoints.values()))
+        self._follower.follow(endpoints)
 
     async def in_flight(self, worker_id: WorkerId) -> int:
         """Requests of this router that run on the worker."""
@@ -150,22 +137,17 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._dispatcher.close()
-        await self._subscriber.close()
-        self._heartbeats.close()
+        await self._follower.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _heard(self, report: WorkerReport) -> None:
-        if report.worker_id not in self._heard_s:
-            return
-        self._heard_s[report.worker_id] = time.monotonic()
-        if report.state is WorkerState.STOPPED:
-            self._subscriber.perform(self._core.forget(report.worker_id))
-        else:
-            self._subscriber.perform(self._core.report(report))
-            if report.state is WorkerState.READY and self._compared is None and self._tokenizer is not None:
-                self._compared = report.incarnation
-                self._spawn(self._compare_tokenizers(report, self._tokenizer))
+        table = self._core.table
+        if report.table_epoch and (report.table_epoch != table.epoch or report.table_version > table.version):
+            self._table_behind.set()
+        if report.state is WorkerState.READY and self._compared is None and self._tokenizer is not None:
+            self._compared = report.incarnation
+            self._spawn(self._compare_tokenizers(report, self._tokenizer))
 
     async def _load_tokenizer(self) -> PromptTokenizer | None:
         try:
@@ -193,33 +175,32 @@ class Router:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self) -> None:
+    async def _keep_measuring(self) -> None:
         while True:
-            await asyncio.sleep(_WATCH_S)
-            now_s = time.monotonic()
-            for worker_id, heard_s in self._heard_s.items():
-                if heard_s is not None and now_s - heard_s > SILENT_S and worker_id in self._core.workers:
-                    log.warning("worker %s is silent for %.1f s: forgotten until it speaks", worker_id, now_s - heard_s)
-                    self._subscriber.perform(self._core.forget(worker_id))
+            await asyncio.sleep(_MEASURE_S)
             self._measure()
 
     async def _follow_table(self) -> None:
+        """Long polls; one that hangs while heartbeats tell of a newer table is given up for another."""
         while True:
+            table = self._core.table
+            poll = asyncio.ensure_future(self._poll_table(table.epoch, table.version, _TABLE_WAIT_S))
+            behind = asyncio.ensure_future(self._table_behind.wait())
             try:
-                table = self._core.table
-                raw = await self._poll_table(table.epoch, table.version, _TABLE_WAIT_S)
-                self._core.update_table(msgspec.msgpack.decode(raw, type=TableView))
+                await asyncio.wait((poll, behind), return_when=asyncio.FIRST_COMPLETED)
+                if not poll.done():  # the answer is on its way, or never comes
+                    await asyncio.wait((poll,), timeout=_RETRY_S)
+                if poll.done():
+                    self._core.update_table(msgspec.msgpack.decode(poll.result(), type=TableView))
+                self._table_behind.clear()
             except Exception as exc:  # noqa: BLE001  # the table is away: our copy serves until it is back
                 log.warning(
                     "the LoRA table doesn't answer (%s): serving from version %d", exc, self._core.table.version
                 )
                 await asyncio.sleep(_RETRY_S)
-
-    async def _fetch_snapshot(self, context: zmq.asyncio.Context, source: SourceId) -> list[Effect]:
-        record = self._core.workers.get(source.worker_id)
-        if record is None or not record.report.snapshot_endpoint:
-            raise TimeoutError("the worker offers no snapshot")
-        return await fetch_snapshot(context, record.report.snapshot_endpoint, source, self._core.ingest)
+            finally:
+                poll.cancel()
+                behind.cancel()
 
     def _record(self, metric: metrics.Metric, value: float, *labels: str) -> None:
         for recorder in self._recorders:

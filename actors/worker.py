@@ -25,7 +25,7 @@ from actors.life import EngineLife
 from actors.ports import reserve
 from router.ids import DpRank, Incarnation, WorkerId
 from router.net.snapshots import SnapshotServer
-from router.reports import Holding, Snapshot, SnapshotRequest, WorkerReport, WorkerState
+from router.reports import Holding, Snapshot, SnapshotRequest, TableVersion, WorkerReport, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 _STABLE_S: Final = 60.0
 """An engine that lived so long starts the backoff over."""
 
-TellTable = Callable[[WorkerId, Incarnation, list[Holding]], Awaitable[None]]
+TellTable = Callable[[WorkerId, Incarnation, list[Holding]], Awaitable[TableVersion]]
 """Tells the LoRA table all that an incarnation holds; may raise, is then tried again."""
 
 
@@ -77,6 +77,8 @@ class Worker:
         self.life = EngineLife(settings.worker_id)
         #: why the last life ended, with the engine's last lines
         self.last_error = ""
+        #: the LoRA table when it last took our holdings
+        self._table = TableVersion(epoch="", version=-1)
         self._num_crashes = 0
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -128,7 +130,9 @@ class Worker:
 
     def report(self) -> WorkerReport:
         """The heartbeat as of now."""
-        report = self.life.report()
+        report = msgspec.structs.replace(
+            self.life.report(), table_epoch=self._table.epoch, table_version=self._table.version
+        )
         if self._stopping.is_set():
             return msgspec.structs.replace(report, state=WorkerState.STOPPED)
         return report
@@ -215,7 +219,7 @@ class Worker:
             current = (self.life.incarnation, self.life.holdings)
             if current != told or time.monotonic() - told_s > _TABLE_S:
                 try:
-                    await self._tell_table(self._settings.worker_id, *current)
+                    self._table = await self._tell_table(self._settings.worker_id, *current)
                     told, told_s = current, time.monotonic()
                 except Exception as exc:  # noqa: BLE001  # the table is away: it is told again until it is back
                     log.warning("worker %s: the LoRA table can't be told: %s", self._settings.worker_id, exc)

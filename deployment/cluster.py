@@ -19,7 +19,7 @@ from deployment.config import Config
 from deployment.metrics import RayRecorder
 from deployment.names import NAMESPACE, actor_name
 from router.ids import Incarnation, WorkerId
-from router.reports import Holding
+from router.reports import Holding, TableVersion
 
 PLACEMENT_TIMEOUT_S: Final = 60.0
 """How long a worker's resources may take to become free."""
@@ -100,8 +100,9 @@ class WorkerActor:
         assert self._worker is not None, "start comes first"
         return self._worker
 
-    async def _tell(self, worker_id: WorkerId, incarnation: Incarnation, holdings: list[Holding]) -> None:
-        await self._table.tell.remote(worker_id, incarnation, holdings)
+    async def _tell(self, worker_id: WorkerId, incarnation: Incarnation, holdings: list[Holding]) -> TableVersion:
+        told: TableVersion = await self._table.tell.remote(worker_id, incarnation, holdings)
+        return told
 
 
 class RouterActor:

@@ -70,8 +70,11 @@ class _Trial:
 class Attestor:
     """One source's. `is_open` is cheap to look at; everything else happens a few times in a source's life."""
 
-    def __init__(self, form: HashForm, *, extra_keys: Collection[str] = ()) -> None:
+    def __init__(
+        self, form: HashForm, *, extra_keys: Collection[str] = (), max_unexplained: int = MAX_UNEXPLAINED
+    ) -> None:
         """`extra_keys`: those that requests have used lately; a live view."""
+        self._max_unexplained = max_unexplained
         self.form = form
         self._extra_keys = extra_keys
         #: by name (None: the base model); all and only names to be looked at
@@ -147,10 +150,10 @@ class Attestor:
             return
         self.num_unexplained += 1
         trial.unexplained.add(published)
-        if len(trial.unexplained) >= MAX_UNEXPLAINED:
+        if len(trial.unexplained) >= self._max_unexplained:
             trial.fault = (
-                f"{len(trial.unexplained)} first blocks of {whose} have other hashes than ours; the last is "
-                f"{published:016x}, ours {ours:016x}, at page size {self.form.page_size}"
+                f"its hash of a first block of {whose} is {published:016x}, ours {ours:016x}, at page size "
+                f"{self.form.page_size}: another SGLang? (seen {len(trial.unexplained)} times, never a match)"
             )
 
     def _candidates(self, trial: _Trial) -> list[LoraId | None]:

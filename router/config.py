@@ -20,5 +20,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights: CostWeights = CostWeights()
     max_body_mb: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """Larger request bodies are refused with 413."""
+    max_index_mb: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 4096
+    """Memory of the block index, 16 to 34 bytes a distinct block up to 64 caches. At the limit the source with the most
+    blocks is set aside: routed by load, shown as unverified, taken back when it fits."""
     request_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
     """Longest life of a request."""

@@ -9,6 +9,8 @@ import aiohttp
 
 _TIMEOUT_S: Final = 10.0
 _LOAD_TIMEOUT_S: Final = 600.0
+_PREFILL_TIMEOUT_S: Final = 120.0
+"""The first prefill of an engine may compile."""
 
 
 class EngineError(Exception):
@@ -69,11 +71,22 @@ class EngineClient:
         """Unload an adapter once its requests are done. Raises EngineError."""
         await self._json("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=_LOAD_TIMEOUT_S)
 
-    async def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises EngineError while requests run."""
-        async with self._session.post(f"{self._url}/flush_cache") as answer:
-            if answer.status != 200:
-                raise EngineError(f"/flush_cache: HTTP {answer.status}: {await answer.text()}")
+    async def prefill(self, token_ids: list[int], *, local_rank: int | None) -> None:
+        """Compute a prompt and one token more on a rank of the engine, None for its only one. Raises EngineError."""
+        body: dict[str, Any] = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        if local_rank is not None:
+            body["routed_dp_rank"] = local_rank
+        await self._json("POST", "/generate", body, timeout_s=_PREFILL_TIMEOUT_S)
+
+    async def flush_cache(self, *, timeout_s: float = 0.0) -> None:
+        """Empty the prefix cache. Raises EngineError where requests still run after `timeout_s`."""
+        params = {"timeout": str(timeout_s)}
+        try:
+            async with self._session.post(f"{self._url}/flush_cache", params=params) as answer:
+                if answer.status != 200:
+                    raise EngineError(f"/flush_cache: HTTP {answer.status}: {await answer.text()}")
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise EngineError(f"/flush_cache: {type(exc).__name__}: {exc}") from exc
 
     async def _json(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S

@@ -27,7 +27,7 @@ class HeartbeatListener:
         self._endpoints: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._fd = int(self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._read)
+        self._loop.add_reader(self._fd, self.read)
 
     def follow(self, endpoints: set[str]) -> None:
         """Hear these endpoints and no others."""
@@ -36,14 +36,15 @@ class HeartbeatListener:
         for endpoint in self._endpoints - endpoints:
             self._socket.disconnect(endpoint)
         self._endpoints = set(endpoints)
-        self._loop.call_soon(self._read)
+        self._loop.call_soon(self.read)
 
     def close(self) -> None:
         """Stop hearing."""
         self._loop.remove_reader(self._fd)
         self._context.destroy(linger=0)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take what has come; the loop does so by itself."""
         while not self._socket.closed:
             try:
                 payload = self._socket.recv(zmq.NOBLOCK)

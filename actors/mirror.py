@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from router.attestation import Attestor, HashForm
 from router.effects import Subscribe
 from router.ids import DpRank, SourceId
 from router.ingest import EventIngest, SourceState
+from router.net.lifewatch import LifeWatch
 from router.net.snapshots import take_snapshot
 from router.net.subscriber import EventSubscriber
 from router.reports import RankReport, Snapshot, SnapshotRequest
+
+log = logging.getLogger(__name__)
 
 
 class Mirror:
@@ -18,12 +24,21 @@ class Mirror:
         """`sources` and `ranks` run parallel; `form` as the engine's settings say."""
         self._ingest = EventIngest()
         self._subscriber = EventSubscriber(self._ingest)
+        #: finds what was lost last: the mirror hears no heartbeat, it is what the heartbeat tells of
+        self._watch = LifeWatch(
+            self._ingest,
+            on_restart=lambda source: log.error("%s: its stream started over", source),
+            on_silence=lambda _source, _silent: None,
+            perform=self._subscriber.perform,
+        )
         self._sources = {source.dp_rank: source for source in sources}
         #: nobody uses extra keys before the engine is known, so that the first hash must be ours
         self._attestors = {source.dp_rank: Attestor(form, max_unexplained=1) for source in sources}
         for source, rank in zip(sources, ranks, strict=True):
             self._ingest.add(source, self._attestors[source.dp_rank])
             self._subscriber.perform([Subscribe(source, rank.endpoint, rank.replay_endpoint)])
+            self._watch.add(source, rank.replay_endpoint)
+        self._watching = asyncio.ensure_future(self._watch.run(self._subscriber.context))
 
     @property
     def dp_ranks(self) -> list[DpRank]:
@@ -66,4 +81,6 @@ class Mirror:
 
     async def close(self) -> None:
         """Stop following."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
         await self._subscriber.close()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,11 +18,14 @@ import msgspec
 
 from router.config import RouterConfig
 from router.core import RouterCore
-from router.ids import Incarnation, SourceId, WorkerId
-from router.ingest import SourceState
+from router.decision import RouteRequest
+from router.ids import Incarnation, WorkerId
 from router.net import metrics
+from router.net.audit import Auditor
+from router.net.auditing import Auditing
 from router.net.dispatch import Dispatcher
 from router.net.follower import Follower
+from router.net.gauges import Gauges
 from router.net.ingress import Ingress
 from router.net.metrics import PrometheusRecorder, Recorder
 from router.net.tokenizer import PromptTokenizer
@@ -29,6 +33,7 @@ from router.reports import TableView, WorkerReport, WorkerState
 
 log = logging.getLogger(__name__)
 
+MAX_SAMPLES: Final = 64
 _MEASURE_S: Final = 1.0
 _TABLE_WAIT_S: Final = 30.0
 _RETRY_S: Final = 0.5
@@ -64,10 +69,11 @@ class Router:
             min_blocks=settings.min_blocks,
             max_index_bytes=settings.config.max_index_mb * 1024 * 1024,
         )
-        #: totals of sources that metrics have been told already; dropped with the source
-        self._counted: dict[tuple[str, SourceId], int] = {}
         #: a worker has told of a newer table than our copy
         self._table_behind = asyncio.Event()
+        #: the latest requests, for audits to ask again
+        self._samples: deque[RouteRequest] = deque(maxlen=MAX_SAMPLES)
+        self._gauges = Gauges(self._core, self._record)
         self._tasks: set[asyncio.Task[None]] = set()
         #: None where the model's tokenizer can't be loaded here
         self._tokenizer: PromptTokenizer | None = None
@@ -92,16 +98,23 @@ class Router:
             timeout_s=settings.config.request_timeout_s,
             record=self._record,
             drain=self._follower.drain,
+            sample=self._samples.append,
         )
+        auditor = Auditor(
+            self._core, self._follower.context, ask_engine=self._dispatcher.ask_cached_tokens, samples=self._samples
+        )
+        auditing = Auditing(self._core, auditor, record=self._record, resync=self._follower.resync)
         self._ingress = Ingress(
             settings.config,
             self._core,
             self._dispatcher,
             served_name=settings.served_name,
             prometheus=self._prometheus,
-            before_scrape=self._measure,
+            before_scrape=self._gauges.measure,
+            audit=auditing.audit_all,
         )
-        for work in (self._follow_table(), self._follower.watch(), self._keep_measuring()):
+        audits = auditing.run(settings.config.audit_interval_s)
+        for work in (self._follow_table(), self._follower.watch(), self._keep_measuring(), audits):
             self._spawn(work)
         await self._ingress.start()
 
@@ -178,7 +191,7 @@ class Router:
     async def _keep_measuring(self) -> None:
         while True:
             await asyncio.sleep(_MEASURE_S)
-            self._measure()
+            self._gauges.measure()
 
     async def _follow_table(self) -> None:
         """Long polls; one that hangs while heartbeats tell of a newer table is given up for another."""
@@ -205,25 +218,3 @@ class Router:
     def _record(self, metric: metrics.Metric, value: float, *labels: str) -> None:
         for recorder in self._recorders:
             recorder.record(metric, value, *labels)
-
-    def _count(self, metric: metrics.Metric, source: SourceId, total: int) -> None:
-        """Add what a source's own counter has grown by since the last time."""
-        key = (metric.name, source)
-        self._record(metric, total - self._counted.get(key, 0), source.worker_id, str(source.dp_rank))
-        self._counted[key] = total
-
-    def _measure(self) -> None:
-        ingest = self._core.ingest
-        self._counted = {key: total for key, total in self._counted.items() if key[1] in ingest}
-        for worker_id, record in self._core.workers.items():
-            running = 0
-            for source in record.sources:
-                rank = str(source.dp_rank)
-                exact = ingest.state(source) is SourceState.EXACT
-                running += int(self._core.load.running[ingest.column(source)])
-                self._record(metrics.BLOCKS, ingest.index.num_blocks(source), worker_id, rank)
-                self._record(metrics.EXACT, exact, worker_id, rank)
-                self._count(metrics.EVENTS, source, ingest.stats(source).events)
-                self._count(metrics.GAPS, source, ingest.cursor(source).gaps)
-                self._record(metrics.LAG, ingest.stats(source).lag_s, worker_id, rank)
-            self._record(metrics.IN_FLIGHT, running, worker_id)

@@ -60,13 +60,23 @@ def _parser() -> argparse.ArgumentParser:
     route.add_argument("--json", action="store_true")
     route.set_defaults(command="status:route")
 
+    audit = commands.add_parser("audit", help="compare the router's index with the workers' mirrors and the engines")
+    audit.add_argument("--json", action="store_true")
+    audit.set_defaults(command="audit")
+
+    indexer = commands.add_parser("indexer", help="the block index as a service, for any SGLang servers; no Ray")
+    indexer.add_argument("--port", type=_port, required=True)
+    indexer.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    indexer.add_argument("--max-index-mb", type=_index_mb, default=4096, metavar="MB", help="memory of the index")
+    indexer.set_defaults(command="indexer")
+
     tour = commands.add_parser("tour", help="send requests to a running deployment and compare predictions")
     tour.add_argument("--json", action="store_true")
     tour.set_defaults(command="tour")
-    for command in (route, tour):
+    for command in (route, tour, audit):
         command.add_argument("--url", help="the router; default: that of the running deployment")
         command.add_argument("--api-key", help="the router's API key, if it has one")
-    for command in (down, status, route, tour):
+    for command in (down, status, route, tour, audit):
         command.add_argument("--name", help="deployment; default: the only one")
 
     bench = commands.add_parser("bench", help="measure a part, side by side with a plain version")
@@ -79,3 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--stop", action="store_true", help="end it and its Ray")
     demo.set_defaults(command="demo")
     return parser
+
+
+def _port(text: str) -> int:
+    return _within(text, "port", 1, 65535)
+
+
+def _index_mb(text: str) -> int:
+    return _within(text, "index size in MB", 16, 1 << 20)
+
+
+def _within(text: str, what: str, low: int, high: int) -> int:
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{what} must be {low} to {high}, got {text!r}")
+    return int(text)

@@ -19,7 +19,7 @@ from router.decision import Candidate, Decision, Reason, RouteRequest
 from router.effects import Effect
 from router.errors import NoCapacity
 from router.hashing import TOKEN_BYTES
-from router.ids import LoraId, WorkerId
+from router.ids import LoraId, SourceId, WorkerId
 from router.ingest import EventIngest, SourceState
 from router.load import Booking, LoadBook
 from router.predict import Place, Predictor
@@ -126,6 +126,16 @@ class RouterCore:
             for i in order.tolist()
         ]
 
+    def predict(self, source: SourceId, request: RouteRequest) -> int | None:
+        """Cached tokens to expect at one source; None where it can't be known, or can't serve the request."""
+        for target in self._roster.routable:
+            if target.source == source:
+                lora_id = None if request.adapter is None else self.loaded(target.record, request.adapter)
+                if request.adapter is not None and lora_id is None:
+                    return None
+                return self._predict(request, [target], [lora_id], [self._state(target)])[0]
+        return None
+
     def book(self, decision: Decision, *, now_s: float) -> Booking:
         """Book a decision that is about to be carried out."""
         return self.load.book(decision.column, tokens=decision.uncached_tokens, lora_id=decision.lora_id, now_s=now_s)
@@ -161,9 +171,7 @@ class RouterCore:
             lora_ids.append(lora_id)
         if not targets:
             raise NoCapacity(self._why_none(request))
-        states = [
-            SourceState.SYNCING if target.record.silent else self.ingest.state(target.source) for target in targets
-        ]
+        states = [self._state(target) for target in targets]
         if request.extra_key is not None:
             self._remember_key(request.extra_key)
         predicted = self._predict(request, targets, lora_ids, states)
@@ -177,6 +185,9 @@ class RouterCore:
             num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
         )
         return _Evaluation(targets, states, lora_ids, predicted, costs)
+
+    def _state(self, target: Target) -> SourceState:
+        return SourceState.SYNCING if target.record.silent else self.ingest.state(target.source)
 
     def _predict(
         self,

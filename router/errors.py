@@ -49,6 +49,14 @@ class UnknownModel(RouterError):
     type = "invalid_request_error"
 
 
+class UnknownWorker(RouterError):
+    """No worker of this name is registered."""
+
+    status = 404
+    code = "worker_not_found"
+    type = "invalid_request_error"
+
+
 class Unauthorized(RouterError):
     """The API key is missing or wrong."""
 

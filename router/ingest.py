@@ -115,6 +115,11 @@ class EventIngest:
         hole = "batches are missing that can't be had any more; exact again once its cache is flushed" * entry.hole
         return entry.fault or attested or entry.aside or hole
 
+    def is_partial(self, source: SourceId) -> bool:
+        """Whether an unverified source is that for want of old batches only: what is known of it, it does hold."""
+        entry = self._sources[source]
+        return entry.hole and not (entry.fault or entry.aside or (entry.attestor is not None and entry.attestor.fault))
+
     def stats(self, source: SourceId) -> SourceStats:
         """Counters, live."""
         return self._sources[source].stats

@@ -206,9 +206,19 @@ async def _router(engine_port: int) -> int:
         core.ingest.replayed(effect.source, [], now_s=0.0)
     prometheus = PrometheusRecorder()
     dispatcher = Dispatcher(
-        core, served_name=MODEL, engine_key="", timeout_s=600, record=prometheus.record, drain=lambda _source: None
+        core,
+        served_name=MODEL,
+        engine_key="",
+        timeout_s=600,
+        record=prometheus.record,
+        drain=lambda _source: None,
+        sample=lambda _wanted: None,
     )
     port = _free_port()
+
+    async def audit() -> dict[str, Any]:
+        return {}
+
     ingress = Ingress(
         RouterConfig(port=port),
         core,
@@ -216,6 +226,7 @@ async def _router(engine_port: int) -> int:
         served_name=MODEL,
         prometheus=prometheus,
         before_scrape=lambda: None,
+        audit=audit,
     )
     ingress.trusted_tokenizer = PromptTokenizer(str(model_dir("tiny-llama")))
     await ingress.start()

@@ -27,6 +27,7 @@ from router.ids import SourceId, WorkerId
 from router.load import Booking
 from router.net import metrics
 from router.net.arrival import ArrivalGate
+from router.net.engine_probe import ProbeError, ask_cached_tokens
 from router.net.engine_tokenizer import disagreement, tokenize_chat
 from router.net.metrics import AdapterLabels, Metric
 from router.net.openai import Api, Call, engine_body
@@ -70,12 +71,15 @@ class Dispatcher:
         timeout_s: float,
         record: Callable[..., None],
         drain: Callable[[SourceId], None],
+        sample: Callable[[RouteRequest], None],
     ) -> None:
-        """`record(metric, value, *labels)`; `drain(source)` applies events that have arrived already."""
+        """`record(metric, value, *labels)`; `drain(source)` applies events that have arrived already; `sample` is
+        shown requests whose cached tokens can be predicted."""
         self._core = core
         self._served_name = served_name
         self._record: Callable[[Metric, float, str], None] = record
         self._arrival = ArrivalGate(core, drain)
+        self._sample = sample
         self._labels = AdapterLabels()
         self._tasks: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(
@@ -119,7 +123,10 @@ class Dispatcher:
             predictable=call.predictable,
             request_id=request_id,
         )
-        return await self.send(outgoing, self.route_request(call, token_ids), request)
+        wanted = self.route_request(call, token_ids)
+        if call.predictable:
+            self._sample(wanted)
+        return await self.send(outgoing, wanted, request)
 
     async def ask_tokens(self, call: Call) -> list[int] | None:
         """Token ids of a chat from a ready engine; None if none says."""
@@ -129,6 +136,15 @@ class Dispatcher:
     async def check_tokenizer(self, url: str, tokenizer: PromptTokenizer) -> str | None:
         """How the tokenizer differs from that of the engine at `url`; '' if it doesn't, None if it doesn't say."""
         return await disagreement(self._session, url, tokenizer)
+
+    async def ask_cached_tokens(self, source: SourceId, wanted: RouteRequest) -> int:
+        """What the source's engine says it has cached of a prompt. Raises ProbeError."""
+        record = self._core.workers.get(source.worker_id)
+        if record is None or source not in record.sources:
+            raise ProbeError("the source is gone")
+        local_rank = record.sources.index(source) if len(record.sources) > 1 else None
+        rid = f"audit-{uuid.uuid4().hex}"
+        return await ask_cached_tokens(self._session, record.report.url, wanted, local_rank=local_rank, rid=rid)
 
     def route_request(self, call: Call, token_ids: list[int] | None) -> RouteRequest:
         """The decision's view of a call. Raises InvalidRequest."""
@@ -248,9 +264,7 @@ class Dispatcher:
         if predicted is None or not outgoing.predictable:
             return
         self._record(metrics.PREDICTED, predicted, adapter)
-        outcome = (
-            "exact" if predicted == usage.cached_tokens else "over" if predicted > usage.cached_tokens else "under"
-        )
+        outcome = metrics.outcome(predicted, usage.cached_tokens)
         self._record(metrics.PREDICTIONS, 1, outcome)
         if outcome != "exact":
             log.info(

@@ -62,6 +62,10 @@ class Follower:
         """Apply now what of this source has arrived already."""
         self._subscriber.drain(source)
 
+    def resync(self, source: SourceId) -> None:
+        """What is known of the source is wrong: take it anew from its worker's mirror."""
+        self._subscriber.perform(self._core.ingest.replay_failed(source))
+
     async def watch(self) -> None:
         """Notice silence. Runs until cancelled."""
         readmitted_s = time.monotonic()

@@ -69,8 +69,10 @@ class Ingress:
         served_name: str,
         prometheus: PrometheusRecorder,
         before_scrape: Callable[[], None],
+        audit: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
-        """`before_scrape` refreshes gauges."""
+        """`before_scrape` refreshes gauges; `audit` compares all sources now."""
+        self._audit_all = audit
         self._config = config
         self._core = core
         self._dispatcher = dispatcher
@@ -97,6 +99,7 @@ class Ingress:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/loray/status", self._status)
         app.router.add_post("/loray/route", self._route)
+        app.router.add_post("/loray/audit", self._audit)
         app.router.add_post("/{path:.*}", self._relay)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()
@@ -241,6 +244,9 @@ class Ingress:
     def status(self) -> dict[str, Any]:
         """All that the router knows of its workers, as JSON values."""
         return {**views.status(self._core), "tokenizer": "engine" if self.trusted_tokenizer is None else "router"}
+
+    async def _audit(self, _request: web.Request) -> web.Response:
+        return web.json_response(await self._audit_all())
 
     async def _route(self, request: web.Request) -> web.Response:
         """Explain a decision without running it: same body as chat completions or completions."""

@@ -44,14 +44,22 @@ REASONS = Metric("loray_decisions", Kind.COUNTER, "Decisions by reason.", ("reas
 RETRIES = Metric("loray_retries", Kind.COUNTER, "Requests sent again after their worker failed.", ("worker",))
 IN_FLIGHT = Metric("loray_in_flight_requests", Kind.GAUGE, "Requests dispatched and not finished.", ("worker",))
 BLOCKS = Metric("loray_cached_blocks", Kind.GAUGE, "Blocks held on GPU as the router knows.", ("worker", "dp_rank"))
-EXACT = Metric("loray_source_exact", Kind.GAUGE, "1 while the source is exact.", ("worker", "dp_rank"))
+STATE = Metric("loray_source_state", Kind.GAUGE, "1 for the state it is in, else 0.", ("worker", "dp_rank", "state"))
 EVENTS = Metric("loray_events", Kind.COUNTER, "KV events applied.", ("worker", "dp_rank"))
 GAPS = Metric("loray_event_gaps", Kind.COUNTER, "Gaps seen in event streams.", ("worker", "dp_rank"))
+DUPLICATES = Metric("loray_event_duplicates", Kind.COUNTER, "Batches seen again.", ("worker", "dp_rank"))
+BAD = Metric("loray_bad_events", Kind.COUNTER, "Events unreadable or of an unknown tier.", ("worker", "dp_rank"))
+RESTARTS = Metric("loray_engine_restarts", Kind.COUNTER, "Engine lives that another followed.", ("worker",))
+INDEX = Metric("loray_index_bytes", Kind.GAUGE, "Memory of the block index.")
+AUDITS = Metric("loray_audits", Kind.COUNTER, "Audits: clean, dirty, inconclusive.", ("worker", "dp_rank", "verdict"))
+GHOSTS = Metric("loray_audit_ghosts", Kind.GAUGE, "Blocks here, not in the worker's mirror.", ("worker", "dp_rank"))
+MISSING = Metric("loray_audit_missing", Kind.GAUGE, "Blocks in the mirror, not here.", ("worker", "dp_rank"))
+PROBES = Metric("loray_audit_probes", Kind.COUNTER, "Engines asked: exact, over, under.", ("outcome",))
 LAG = Metric("loray_event_lag_seconds", Kind.GAUGE, "Age of the last batch when applied.", ("worker", "dp_rank"))
 
 ALL: Final = (
-    REQUESTS, TTFT, PREDICTED, ACTUAL, PROMPT, PREDICTIONS, REASONS, RETRIES, IN_FLIGHT, BLOCKS, EXACT, EVENTS,
-    GAPS, LAG,
+    REQUESTS, TTFT, PREDICTED, ACTUAL, PROMPT, PREDICTIONS, REASONS, RETRIES, IN_FLIGHT, BLOCKS, STATE, EVENTS,
+    GAPS, DUPLICATES, BAD, RESTARTS, INDEX, AUDITS, GHOSTS, MISSING, PROBES, LAG,
 )  # fmt: skip
 
 
@@ -97,6 +105,11 @@ class PrometheusRecorder:
     def text(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
+
+
+def outcome(predicted: int, actual: int) -> str:
+    """Label of a prediction: what the engine reported against it."""
+    return "exact" if predicted == actual else "over" if predicted > actual else "under"
 
 
 class AdapterLabels:

@@ -57,9 +57,13 @@ class Tree:
     def clear(self) -> None:
         self._cache.reset()
 
+    def take_events(self) -> list[Any]:
+        """Everything since the last call."""
+        return list(self._cache.take_events())
+
     def publish(self, *, dp_rank: int = 0) -> bytes:
         """Everything since the last call as one batch, as ZmqEventPublisher packs it."""
-        batch = KVEventBatch(ts=1.0, events=self._cache.take_events(), attn_dp_rank=dp_rank)
+        batch = KVEventBatch(ts=1.0, events=self.take_events(), attn_dp_rank=dp_rank)
         return self._encoder.encode(batch)
 
     def held(self) -> set[int]:

@@ -11,6 +11,7 @@ import pytest
 
 from deployment.commands.doctor import PINNED, examine
 from deployment.config import Config
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,12 +38,6 @@ def _failed(config: Config) -> dict[str, str]:
     return {finding.check: f"{finding.found} -> {finding.fix}" for finding in examine(config) if not finding.ok}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_the_pins_are_those_of_the_package() -> None:
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     pins = {d.split("==")[0].split("[")[0]: d.split("==")[1] for d in dependencies}
@@ -51,7 +46,7 @@ def test_the_pins_are_those_of_the_package() -> None:
 
 
 def test_a_good_deployment_passes(tmp_path: Path) -> None:
-    assert _failed(_config(tmp_path, port=_free_port())) == {}
+    assert _failed(_config(tmp_path, port=free_port())) == {}
 
 
 def test_a_taken_port_is_found(tmp_path: Path) -> None:
@@ -67,25 +62,25 @@ def test_missing_gpus_are_counted(tmp_path: Path) -> None:
     import torch
 
     if torch.cuda.device_count() < 2:
-        assert "needed by 2 workers" in _failed(_config(tmp_path, port=_free_port(), gpus=1))["devices"]
+        assert "needed by 2 workers" in _failed(_config(tmp_path, port=free_port(), gpus=1))["devices"]
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_missing_model_file_is_named(tmp_path: Path, file: str) -> None:
-    config = _config(tmp_path, port=_free_port())
+    config = _config(tmp_path, port=free_port())
     (tmp_path / "model" / file).unlink()
 
     assert "lacks" in _failed(config)["model"]
 
 
 def test_an_adapter_of_too_high_rank_is_named(tmp_path: Path) -> None:
-    failed = _failed(_config(tmp_path, port=_free_port(), rank=64))
+    failed = _failed(_config(tmp_path, port=free_port(), rank=64))
 
     assert failed == {"adapter a": "rank 64 -> raise lora.max_rank to 64"}
 
 
 def test_an_adapter_without_weights_is_named(tmp_path: Path) -> None:
-    config = _config(tmp_path, port=_free_port())
+    config = _config(tmp_path, port=free_port())
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
 
     assert "has no weights" in _failed(config)["adapter a"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -32,6 +31,7 @@ from router.cost import CostWeights
 from router.ids import SourceId, WorkerId
 from router.ingest import SourceState
 from router.reports import RankReport, WorkerState
+from tests.ports import free_port
 
 SERVED: Final = "tiny-llama"
 ADAPTERS: Final = ("adapter-a", "adapter-b")
@@ -54,13 +54,6 @@ def poll(condition: Callable[[], T], *, within_s: float = SETTLE_S, what: str = 
         assert time.monotonic() < until_s, f"not within {within_s} s: {what or condition}"
         time.sleep(_TICK_S)
     return value
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class LocalFleet:
@@ -164,21 +157,36 @@ class LocalFleet:
             self._lives.append(asyncio.run_coroutine_threadsafe(worker.run(), self._loop))
         self.router, self.url = await self._make_router("r0")
 
-    async def _make_router(self, router_id: str) -> tuple[Router, str]:
-        port = free_port()
+    def router_settings(self, router_id: str) -> RouterSettings:
+        """Settings of one more router, on a port of its own; audits when asked only."""
         weights = CostWeights(prefill_tokens_per_s=2000)
-        settings = RouterSettings(
+        return RouterSettings(
             router_id=router_id,
-            config=RouterConfig(port=port, weights=weights, max_body_mb=self._max_body_mb, request_timeout_s=120),
+            config=RouterConfig(
+                port=free_port(),
+                weights=weights,
+                max_body_mb=self._max_body_mb,
+                request_timeout_s=120,
+                audit_interval_s=0,
+            ),
             served_name=SERVED,
             model_path=str(self.model),
             api_key=ENGINE_KEY,
         )
+
+    def heartbeats(self) -> dict[WorkerId, str]:
+        """Where each worker is heard."""
+        return {worker_id: worker.heartbeat_endpoint for worker_id, worker in self.workers.items()}
+
+    async def _make_router(
+        self, router_id: str, heartbeats: Mapping[WorkerId, str] | None = None
+    ) -> tuple[Router, str]:
+        settings = self.router_settings(router_id)
         router = Router(settings, self.table.wait_view)
         await router.start()
         self._routers.append(router)
-        await router.follow({worker_id: worker.heartbeat_endpoint for worker_id, worker in self.workers.items()})
-        return router, f"http://127.0.0.1:{port}"
+        await router.follow(heartbeats or self.heartbeats())
+        return router, f"http://127.0.0.1:{settings.config.port}"
 
     async def _unmake(self) -> None:
         if hasattr(self, "router"):
@@ -186,9 +194,9 @@ class LocalFleet:
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
 
     @contextmanager
-    def another_router(self) -> Iterator[tuple[Router, str]]:
-        """A router that joins now: itself and its URL."""
-        router, url = self.run(self._make_router("r1"))
+    def another_router(self, heartbeats: Mapping[WorkerId, str] | None = None) -> Iterator[tuple[Router, str]]:
+        """A router that joins now: itself and its URL. `heartbeats`: where it hears workers, if not at themselves."""
+        router, url = self.run(self._make_router("r1", heartbeats))
         try:
             yield router, url
         finally:
@@ -233,7 +241,11 @@ class LocalFleet:
 
     def sources(self) -> list[SourceId]:
         """All sources that the first router knows."""
-        return self.call(lambda: [s for record in self.core.workers.values() for s in record.sources])
+        return self.call(self.sources_now)
+
+    def sources_now(self) -> list[SourceId]:
+        """The same, on the loop."""
+        return [source for record in self.core.workers.values() for source in record.sources]
 
     def ranks(self) -> dict[SourceId, RankReport]:
         """Endpoints of all sources."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import zmq
@@ -14,18 +12,12 @@ from sglang.srt.disaggregation.kv_events import KVEventBatch, ZmqEventPublisher
 
 from tests.conformance import trees
 from tests.conformance.trees import Prompt
+from tests.ports import free_port
 
 PAGE: Final = 4
 ADAPTERS: Final = {"ad-a": "a" * 32, "ad-b": "b" * 32}
 """lora_id by name, as the engines' name tables know them."""
 _BIND_S: Final = 10.0
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class TruthEngine:
@@ -126,68 +118,6 @@ def prompt(tokens: Sequence[int], *, adapter: str | None, salt: str | None, extr
     """A place in a tree; `adapter` is a name of ADAPTERS, or a lora_id of its own."""
     lora_id = "" if adapter is None else ADAPTERS.get(adapter, adapter)
     return Prompt(tuple(tokens), ((extra or "") + lora_id) or None, salt)
-
-
-Fate = Callable[[int], int]
-"""How often a batch of a seq goes out: 0 loses it, 2 doubles it."""
-
-
-class LossyWire:
-    """A proxy of an engine's event stream. `fate` decides for each batch; whoever listens is subscribed for sure."""
-
-    def __init__(self, engine: TruthEngine) -> None:
-        self.endpoint = f"tcp://127.0.0.1:{free_port()}"
-        self.fate: Fate = lambda _seq: 1
-        #: seqs that have come from the engine in its present life, and subscriptions that have come from listeners
-        self.heard: set[int] = set()
-        self._engine = engine
-        self._listeners = threading.Event()
-        self._ended = threading.Event()
-        self._bound = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._bound.wait(_BIND_S)
-
-    def connect(self) -> None:
-        """Until the engine's batches come here and somebody listens. Publishes empty batches to find out."""
-        until_s = time.monotonic() + _BIND_S
-        while not self.heard:
-            assert time.monotonic() < until_s, "nothing comes from the engine"
-            self._engine.publish([])
-            self._ended.wait(0.05)
-        assert self._listeners.wait(_BIND_S), "nobody listens"
-
-    def wait_heard(self, seq: int) -> None:
-        """Until a batch has passed here, or was lost here."""
-        until_s = time.monotonic() + _BIND_S
-        while seq not in self.heard:
-            assert time.monotonic() < until_s, f"batch {seq} doesn't come"
-            self._ended.wait(0.005)
-
-    def close(self) -> None:
-        """Stop."""
-        self._ended.set()
-        self._thread.join(_BIND_S)
-
-    def _run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.SUB) as source, context.socket(zmq.XPUB) as sink:
-            for one in (source, sink):
-                one.linger = 0
-            source.subscribe(b"")
-            source.connect(self._engine.endpoint)
-            sink.bind(self.endpoint)
-            self._bound.set()
-            while not self._ended.is_set():
-                if sink.poll(0):
-                    sink.recv()
-                    self._listeners.set()
-                if not source.poll(5):
-                    continue
-                frames = source.recv_multipart()
-                seq = int.from_bytes(frames[1], "big")
-                for _ in range(self.fate(seq)):
-                    sink.send_multipart(frames)
-                self.heard.add(seq)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 import msgspec
@@ -32,7 +33,8 @@ from router.reports import (
     WorkerReport,
     WorkerState,
 )
-from tests.conformance.event_truth.engine import ADAPTERS, LossyWire, TruthEngine
+from tests.conformance.event_truth.engine import ADAPTERS, TruthEngine
+from tests.lossy_wire import LossyWire
 
 SETTLE_S: Final = 20.0
 _BEAT_S: Final = 0.3
@@ -54,7 +56,7 @@ class TruthWorker:
         """`replay`: whether routers are told of a replay socket. `facts`: other fields of its reports."""
         self.worker_id = WorkerId(name)
         self.engines = list(engines)
-        self.wires = [LossyWire(engine) for engine in engines]
+        self.wires = [LossyWire(engine.endpoint, publish=partial(engine.publish, [])) for engine in engines]
         #: replay endpoints that routers are told, where they aren't the engines' own
         self.replays: list[str | None] = [engine.replay_endpoint if replay else None for engine in engines]
         self._facts = facts

@@ -11,8 +11,9 @@ import pytest
 
 from router.net.indexer import Indexer
 from router.net.indexer_http import IndexerServer
-from tests.conformance.event_truth.engine import ADAPTERS, PAGE, TruthEngine, free_port, silent_socket
+from tests.conformance.event_truth.engine import ADAPTERS, PAGE, TruthEngine, silent_socket
 from tests.conformance.event_truth.fleet import TruthWorker, eventually
+from tests.ports import free_port
 
 P = list(range(100, 124))
 Q = list(range(200, 216))

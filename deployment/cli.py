@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--name", help="deployment; default: the only one")
 
     bench = commands.add_parser("bench", help="measure a part, side by side with a plain version")
-    bench.add_argument("what", choices=["index", "route", "ingress"])
+    bench.add_argument("what", choices=["index", "route", "ingress", "mirror"])
     bench.add_argument("--json", action="store_true")
     bench.add_argument("--quick", action="store_true", help="less of everything, for a smoke test")
     bench.set_defaults(command="bench")

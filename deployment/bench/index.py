@@ -30,7 +30,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     hashes = [rng.getrandbits(64) - (1 << 63) for _ in range(num_blocks)]
     ingest, plain = {}, {}
     for per_event in (1, 16, 64):
-        payloads = _payloads(hashes[: num_blocks // 5], per_event, rng)
+        payloads = payloads_of(hashes[: num_blocks // 5], per_event, rng)
         rounds = 1 if quick else 3
         ingest[str(per_event)] = {"us_per_block": min(_ingest_us(payloads, num_blocks // 5) for _ in range(rounds))}
         plain[str(per_event)] = {"us_per_block": min(_plain_ingest_us(payloads) for _ in range(rounds))}
@@ -58,7 +58,7 @@ def _sources() -> list[SourceId]:
     return [SourceId(WorkerId(f"w{i}"), Incarnation("bench"), DpRank(i)) for i in range(NUM_WORKERS)]
 
 
-def _payloads(hashes: Sequence[int], per_event: int, rng: random.Random) -> list[bytes]:
+def payloads_of(hashes: Sequence[int], per_event: int, rng: random.Random) -> list[bytes]:
     """Messages as SGLang sends them, token ids included."""
     events = []
     for start in range(0, len(hashes) - per_event + 1, per_event):

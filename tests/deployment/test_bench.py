@@ -38,3 +38,10 @@ def test_ingress_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
     for figures in (found, found["plain"]):
         assert set(figures["added_ms"]) == {"p50", "p99"}
         assert figures["sse_events_per_s"]
+
+
+def test_mirror_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _run("mirror", capsys)
+
+    assert set(found["mirror"]) == {"us_per_block", "blocks_per_event", "core_share_at_50k_blocks_per_s"}
+    assert set(found["snapshot"]) == {"blocks", "seconds", "longest_stall_ms"}

@@ -47,6 +47,11 @@ def _text(found: dict[str, Any]) -> str:
             f"{gpus:6} {','.join(map(str, ranks)) or '-':10} {sync:10} {worker.get('cached_blocks', 0):8} "
             f"{worker['in_flight']:8}  {adapters}"
         )
+        lines += [
+            f"        rank {rank['dp_rank']} is {rank['state']}: {rank['fault']}"
+            for rank in worker["ranks"]
+            if rank["fault"]
+        ]
         if worker.get("last_error"):
             lines.append(f"        last error: {worker['last_error'].splitlines()[0]}")
     table = found["table"]

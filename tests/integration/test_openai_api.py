@@ -222,4 +222,7 @@ def test_metrics_count_what_was_served(client: httpx.Client) -> None:
     assert [metric(name) - was for name, was in zip(names, before, strict=True)] == [2, 2, 100, 48, 48, 2, 1]
     assert metric('loray_predictions_total{outcome="over"}') == 0
     assert metric("loray_in_flight_requests") == 0
-    assert metric("loray_source_exact") == 2
+    states = [line for line in client.get("/metrics").text.splitlines() if line.startswith("loray_source_state{")]
+    assert sorted(line for line in states if line.endswith(" 1.0")) == [
+        f'loray_source_state{{dp_rank="{rank}",state="exact",worker="w{rank}"}} 1.0' for rank in (0, 1)
+    ]

@@ -558,3 +558,57 @@ def test_faster_source_is_cheaper(fleet: Fleet) -> None:
     fleet.core.load.observe(fleet.core.ingest.column(source("w1")), tokens=1000, took_ms=50)
     assert fleet.choose(request([1] * 500)) == ("w1", Reason.LEAST_LOADED)
     assert np.argmax(fleet.core.load.tokens_per_ms) == fleet.core.ingest.column(source("w1"))
+
+
+# -- silence, restarts, faults -----------------------------------------------------------------------------------
+
+
+def test_a_silent_worker_is_asked_last_and_nothing_is_predicted_for_it(fleet: Fleet) -> None:
+    fleet.start(report("w0"), report("w1"))
+    fleet.store(source("w0"), hashes())
+    fleet.core.silence(WorkerId("w0"))
+    assert fleet.choose() == ("w1", Reason.LEAST_LOADED)
+    assert fleet.predicted() == {"w1": 0}
+    fleet.core.report(report("w0"))
+    assert fleet.predicted() == {"w0": 16, "w1": 0}
+
+
+def test_where_all_are_silent_somebody_is_asked_all_the_same(fleet: Fleet) -> None:
+    fleet.start(report("w0"))
+    fleet.store(source("w0"), hashes())
+    fleet.core.silence(WorkerId("w0"))
+    assert (fleet.choose(), fleet.predicted()) == (("w0", Reason.SYNCING), {"w0": None})
+
+
+def test_restarts_are_counted_and_silence_of_a_stranger_is_nothing(fleet: Fleet) -> None:
+    fleet.start(report("w0"), report("w0", "i2"), report("w0", "i3"))
+    fleet.core.silence(WorkerId("w9"))
+    assert fleet.core.restarts == {"w0": 2}
+
+
+def test_a_fault_that_the_worker_found_itself_is_shown(fleet: Fleet) -> None:
+    fleet.start(report("w0", fault="its hash is 1, ours 2"), report("w1"))
+    fleet.store(source("w0"), hashes())
+    assert fleet.core.ingest.fault(source("w0")) == "its hash is 1, ours 2"
+    assert fleet.predicted() == {"w0": None, "w1": 0}
+
+
+def test_one_source_is_predicted_as_all_are(fleet: Fleet) -> None:
+    fleet.start(report("w0"), report("w1"))
+    fleet.load(holding("w0", "a", A1))
+    fleet.store(source("w0"), hashes(lora_id=A1))
+    asked = request(adapter="a")
+    assert fleet.core.predict(source("w0"), asked) == 16
+    assert fleet.core.predict(source("w1"), asked) is None
+    assert fleet.core.predict(source("w9"), asked) is None
+
+
+def test_extra_keys_of_requests_explain_hashes_that_nothing_else_does(fleet: Fleet) -> None:
+    fleet.start(report("w0"))
+    fleet.core.route(request(extra_key="tenant"))
+    tokens = [[base + i for i in range(4)] for base in (100, 200, 300, 400)]
+    for page in tokens:
+        fleet.store(
+            source("w0"), hashes(page, extra_key="tenant"), token_ids=page, block_size=PAGE, parent_block_hash=None
+        )
+    assert fleet.core.ingest.state(source("w0")) is SourceState.EXACT

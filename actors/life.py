@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from actors.adapters.entry import Wanted
+from actors.adapters.loader import AdapterLoader
 from actors.engine.child import EngineProcess
 from actors.engine.client import EngineClient, EngineError, EngineFacts
 from actors.engine.identity import AdapterFilesError, adapter_files, content_id, lora_id
@@ -18,7 +21,7 @@ from actors.mirror import Mirror
 from actors.probe import attest_engine
 from router.attestation import HashForm
 from router.ids import DpRank, Incarnation, SourceId, WorkerId
-from router.reports import AdapterState, Holding, RankReport, WorkerReport, WorkerState
+from router.reports import AdapterState, Holding, RankReport, WorkerFacts, WorkerReport, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +34,12 @@ class EngineLife:
 
     def __init__(self, worker_id: WorkerId) -> None:
         self.incarnation = Incarnation(uuid.uuid4().hex[:12])
-        #: what the engine's name table holds; empty until it serves
-        self.holdings: list[Holding] = []
+        #: wakes whoever tells the table
+        self.changed = asyncio.Event()
+        #: adapters that the engine was started with; the others are the loader's
+        self._fixed: list[Holding] = []
+        self._loader: AdapterLoader | None = None
+        self._facts: WorkerFacts | None = None
         self.client: EngineClient | None = None
         self._report = WorkerReport(worker_id=worker_id, incarnation=self.incarnation, state=WorkerState.STARTING)
         self._process: EngineProcess | None = None
@@ -43,6 +50,21 @@ class EngineLife:
     def pid(self) -> int | None:
         """Process id of the server, None before the start."""
         return self._process.pid if self._process else None
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """What the engine's name table holds; empty until it serves."""
+        return self._fixed if self._loader is None else self._loader.holdings
+
+    @property
+    def facts(self) -> WorkerFacts | None:
+        """What it can hold; None until it serves."""
+        return self._facts
+
+    def assign(self, wanted: Sequence[Wanted]) -> None:
+        """What the engine is to hold; heard once it serves, and only by one that can load at run time."""
+        if self._loader is not None:
+            self._loader.assign(wanted)
 
     @property
     def mirror(self) -> Mirror | None:
@@ -77,7 +99,8 @@ class EngineLife:
                 raise EngineError(f"engine ended with {process.exit_code} at start:\n{process.tail}")
             await asyncio.sleep(_POLL_S)
         facts = await client.facts()
-        self.holdings = await asyncio.to_thread(self._read_holdings, spec)
+        if spec.dp_size > 1:
+            self._fixed = await asyncio.to_thread(self._read_holdings, spec)
         ranks = _ranks(spec)
         form = HashForm(facts.page_size, bigram=facts.bigram, dynamo=spec.kv_events.format == "dynamo")
         sources = [SourceId(self._report.worker_id, self.incarnation, rank.dp_rank) for rank in ranks]
@@ -85,16 +108,26 @@ class EngineLife:
         fault = await attest_engine(client, self._mirror, form)
         if fault:
             log.error("%s: %s; it serves, but nothing is predicted for it", self._report.worker_id, fault)
+        if spec.dp_size == 1:
+            self._loader = AdapterLoader(
+                self._report.worker_id, self.incarnation, client, spec.lora.cache(), on_change=self.changed.set
+            )
+        self._facts = WorkerFacts(capacity=spec.lora.capacity, slots=spec.lora.max_loras_per_batch)
         self._serve(spec, url, ranks, facts, snapshot_endpoint, fault)
+        self.changed.set()
 
     async def wait(self) -> None:
         """Until the engine ends, which is an error: raises EngineError with its last lines."""
         assert self._process is not None
-        healing = asyncio.ensure_future(self._heal())
+        helpers = [asyncio.ensure_future(self._heal())]
+        if self._loader is not None:
+            helpers.append(asyncio.ensure_future(self._keep_loading(self._loader)))
         try:
             code = await self._process.wait()
         finally:
-            healing.cancel()
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
         raise EngineError(f"engine ended with {code} while serving:\n{self._process.tail}")
 
     async def kill(self) -> None:
@@ -108,11 +141,19 @@ class EngineLife:
         await self.kill()
         mirror, self._mirror = self._mirror, None
         client, self.client = self.client, None
-        self.holdings = []
+        self._fixed, self._loader, self._facts = [], None, None
+        self.changed.set()
         if mirror is not None:
             await mirror.close()
         if client is not None:
             await client.close()
+
+    async def _keep_loading(self, loader: AdapterLoader) -> None:
+        try:
+            await loader.run()
+        except TimeoutError as exc:
+            log.error("worker %s: %s; its engine is ended", self._report.worker_id, exc)
+            await self.kill()
 
     async def _heal(self) -> None:
         """Empty the engine's cache where the mirror has missed what nobody can tell it any more."""
@@ -152,7 +193,7 @@ class EngineLife:
 
     def _read_holdings(self, spec: EngineSpec) -> list[Holding]:
         """Reads all adapters' files: seconds where there are many."""
-        return [self._holding(name, path) for name, path in spec.lora.adapters.items()]
+        return [self._holding(name, one.path) for name, one in spec.lora.configured.items()]
 
     def _holding(self, name: str, path: str) -> Holding:
         content = content_id(Path(path))
@@ -171,9 +212,9 @@ def _check_files(spec: EngineSpec) -> None:
     model = Path(spec.model.path)
     if model.is_absolute() and not (model / "config.json").is_file():
         raise ValueError(f"model folder {model} has no config.json on this node; correct model.path")
-    for name, path in spec.lora.adapters.items():
+    for name, one in spec.lora.configured.items() if spec.dp_size > 1 else ():
         try:
-            adapter_files(Path(path))
+            adapter_files(Path(one.path))
         except AdapterFilesError as exc:
             raise ValueError(f"lora.adapters.{name}: {exc}") from exc
 

@@ -11,8 +11,8 @@ import logging
 import os
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -21,6 +21,8 @@ from router.core import RouterCore
 from router.decision import RouteRequest
 from router.ids import Incarnation, WorkerId
 from router.net import metrics
+from router.net.adapter_admin import AdapterAdmin, AdapterRoutes
+from router.net.adapters import AdapterGate, AdapterTable
 from router.net.audit import Auditor
 from router.net.auditing import Auditing
 from router.net.dispatch import Dispatcher
@@ -38,8 +40,9 @@ _MEASURE_S: Final = 1.0
 _TABLE_WAIT_S: Final = 30.0
 _RETRY_S: Final = 0.5
 
-PollTable = Callable[[str, int, float], Awaitable[bytes]]
-"""LoraTable.wait_view, from afar; may raise, is then tried again."""
+
+class Table(AdapterTable, AdapterAdmin, Protocol):
+    """The LoRA table, from afar."""
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +60,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Router:
     """Lives on one event loop."""
 
-    def __init__(self, settings: RouterSettings, poll_table: PollTable, recorders: Sequence[Recorder] = ()) -> None:
+    def __init__(self, settings: RouterSettings, table: Table, recorders: Sequence[Recorder] = ()) -> None:
         self._settings = settings
-        self._poll_table = poll_table
+        self._lora_table = table
         self._prometheus = PrometheusRecorder()
         self._recorders = (self._prometheus, *recorders)
         self._core = RouterCore(
@@ -73,13 +76,16 @@ class Router:
         self._table_behind = asyncio.Event()
         #: the latest requests, for audits to ask again
         self._samples: deque[RouteRequest] = deque(maxlen=MAX_SAMPLES)
-        self._gauges = Gauges(self._core, self._record)
+        self._gauges = Gauges(self._core, self._record, waiting=lambda: self._gate.waiting)
         self._tasks: set[asyncio.Task[None]] = set()
         #: None where the model's tokenizer can't be loaded here
         self._tokenizer: PromptTokenizer | None = None
         #: the engine life that the tokenizer was, or is being, compared with
         self._compared: Incarnation | None = None
+        #: lives that have been heard of
+        self._known_lives: set[Incarnation] = set()
         self._follower: Follower
+        self._gate: AdapterGate
         self._dispatcher: Dispatcher
         self._ingress: Ingress
 
@@ -91,6 +97,12 @@ class Router:
         settings = self._settings
         self._tokenizer = await self._load_tokenizer()
         self._follower = Follower(self._core, on_report=self._heard)
+        self._gate = AdapterGate(
+            self._core,
+            self._lora_table,
+            wait_s=settings.config.adapter_wait_s,
+            record_wait=lambda seconds: self._record(metrics.ADAPTER_WAIT, seconds),
+        )
         self._dispatcher = Dispatcher(
             self._core,
             served_name=settings.served_name,
@@ -99,6 +111,7 @@ class Router:
             record=self._record,
             drain=self._follower.drain,
             sample=self._samples.append,
+            gate=self._gate,
         )
         auditor = Auditor(
             self._core, self._follower.context, ask_engine=self._dispatcher.ask_cached_tokens, samples=self._samples
@@ -112,9 +125,10 @@ class Router:
             prometheus=self._prometheus,
             before_scrape=self._gauges.measure,
             audit=auditing.audit_all,
+            adapters=AdapterRoutes(self._lora_table),
         )
         audits = auditing.run(settings.config.audit_interval_s)
-        for work in (self._follow_table(), self._follower.watch(), self._keep_measuring(), audits):
+        for work in (self._follow_table(), self._follower.watch(), self._keep_measuring(), self._gate.run(), audits):
             self._spawn(work)
         await self._ingress.start()
 
@@ -158,6 +172,9 @@ class Router:
         table = self._core.table
         if report.table_epoch and (report.table_epoch != table.epoch or report.table_version > table.version):
             self._table_behind.set()
+        if report.incarnation not in self._known_lives:
+            self._known_lives = {r.report.incarnation for r in self._core.workers.values()}
+            self._gate.changed()  # a holder may have come
         if report.state is WorkerState.READY and self._compared is None and self._tokenizer is not None:
             self._compared = report.incarnation
             self._spawn(self._compare_tokenizers(report, self._tokenizer))
@@ -197,14 +214,14 @@ class Router:
         """Long polls; one that hangs while heartbeats tell of a newer table is given up for another."""
         while True:
             table = self._core.table
-            poll = asyncio.ensure_future(self._poll_table(table.epoch, table.version, _TABLE_WAIT_S))
+            poll = asyncio.ensure_future(self._lora_table.wait_view(table.epoch, table.version, _TABLE_WAIT_S))
             behind = asyncio.ensure_future(self._table_behind.wait())
             try:
                 await asyncio.wait((poll, behind), return_when=asyncio.FIRST_COMPLETED)
                 if not poll.done():  # the answer is on its way, or never comes
                     await asyncio.wait((poll,), timeout=_RETRY_S)
                 if poll.done():
-                    self._core.update_table(msgspec.msgpack.decode(poll.result(), type=TableView))
+                    self._take_table(msgspec.msgpack.decode(poll.result(), type=TableView))
                 self._table_behind.clear()
             except Exception as exc:  # noqa: BLE001  # the table is away: our copy serves until it is back
                 log.warning(
@@ -214,6 +231,11 @@ class Router:
             finally:
                 poll.cancel()
                 behind.cancel()
+
+    def _take_table(self, view: TableView) -> None:
+        if self._core.update_table(view):
+            self._gauges.count_loads(view)
+            self._gate.changed()
 
     def _record(self, metric: metrics.Metric, value: float, *labels: str) -> None:
         for recorder in self._recorders:

@@ -8,37 +8,48 @@ second and at every change; what is loaded goes to the LoRA table.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import zmq
 
+from actors.adapters.entry import Assignment
 from actors.engine.client import EngineError
 from actors.engine.spec import EngineSpec, KvEventsConfig, LoraConfig, ModelConfig
 from actors.life import EngineLife
 from actors.ports import reserve
 from router.ids import DpRank, Incarnation, WorkerId
 from router.net.snapshots import SnapshotServer
-from router.reports import Holding, Snapshot, SnapshotRequest, TableVersion, WorkerReport, WorkerState
+from router.reports import Holding, Snapshot, SnapshotRequest, TableVersion, WorkerFacts, WorkerReport, WorkerState
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0
-_POLL_S: Final = 0.25
+_RETRY_S: Final = 0.5
+_ASSIGNMENT_S: Final = 5.0
 _TABLE_S: Final = 2.0
 """Holdings are told again at this pace, so that a restarted table is whole again."""
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 _STABLE_S: Final = 60.0
 """An engine that lived so long starts the backoff over."""
 
-TellTable = Callable[[WorkerId, Incarnation, list[Holding]], Awaitable[TableVersion]]
-"""Tells the LoRA table all that an incarnation holds; may raise, is then tried again."""
+
+class Table(Protocol):
+    """The LoRA table, from afar. Any call may raise; it is then made again."""
+
+    async def tell(
+        self, worker_id: WorkerId, incarnation: Incarnation, holdings: list[Holding], facts: WorkerFacts | None
+    ) -> TableVersion:
+        """See LoraTable."""
+
+    async def wait_wanted(self, worker_id: WorkerId, epoch: str, revision: int, timeout_s: float) -> Assignment:
+        """See LoraTable."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,9 +72,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Worker:
     """Lives on one event loop. `run` supervises until `stop`."""
 
-    def __init__(self, settings: WorkerSettings, tell_table: TellTable) -> None:
+    def __init__(self, settings: WorkerSettings, table: Table) -> None:
         self._settings = settings
-        self._tell_table = tell_table
+        self._lora_table = table
+        #: what the table wants of us
+        self._assignment = Assignment(epoch="", revision=0)
         self._folder = tempfile.TemporaryDirectory(prefix=f"loray-{settings.worker_id}-")
         self._rng = random.Random()
         self._context = zmq.Context()
@@ -89,7 +102,7 @@ class Worker:
 
     async def run(self) -> None:
         """Keep an engine alive until `stop`; returns once it is gone. A crash is backed off and tried again."""
-        for work in (self._beat(), self._tell(), self._snapshots.serve()):
+        for work in (self._beat(), self._tell(), self._follow_assignment(), self._snapshots.serve()):
             self._tasks.add(asyncio.ensure_future(work))
         attempt = 0
         while not self._stopping.is_set():
@@ -171,6 +184,8 @@ class Worker:
                 snapshot_endpoint=self._snapshots.endpoint,
             )
             log.info("worker %s: serving, incarnation %s", self._settings.worker_id, life.incarnation)
+            if self._assignment.revision:
+                life.assign(self._assignment.wanted)
             self._send()
             await life.wait()
         except (EngineError, OSError, ValueError) as exc:
@@ -213,17 +228,34 @@ class Worker:
 
     async def _tell(self) -> None:
         """Tell the table what is held: when it changes, and again at a pace."""
-        told: tuple[Incarnation, list[Holding]] | None = None
-        told_s = 0.0
         while True:
-            current = (self.life.incarnation, self.life.holdings)
-            if current != told or time.monotonic() - told_s > _TABLE_S:
-                try:
-                    self._table = await self._tell_table(self._settings.worker_id, *current)
-                    told, told_s = current, time.monotonic()
-                except Exception as exc:  # noqa: BLE001  # the table is away: it is told again until it is back
-                    log.warning("worker %s: the LoRA table can't be told: %s", self._settings.worker_id, exc)
-            await asyncio.sleep(_POLL_S)
+            life = self.life
+            life.changed.clear()
+            try:
+                self._table = await self._lora_table.tell(
+                    self._settings.worker_id, life.incarnation, life.holdings, life.facts
+                )
+            except Exception as exc:  # noqa: BLE001  # the table is away: it is told again until it is back
+                log.warning("worker %s: the LoRA table can't be told: %s", self._settings.worker_id, exc)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(life.changed.wait(), _TABLE_S)
+
+    async def _follow_assignment(self) -> None:
+        """Ask the table what is to be held, and have the present life hold it."""
+        while True:
+            known = self._assignment
+            try:
+                self._assignment = await self._lora_table.wait_wanted(
+                    self._settings.worker_id, known.epoch, known.revision, _ASSIGNMENT_S
+                )
+            except Exception as exc:  # noqa: BLE001  # the table is away: what is held stays until it is back
+                log.warning("worker %s: the LoRA table doesn't say what to hold: %s", self._settings.worker_id, exc)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if self.life.facts is not None and self._assignment.revision:
+                self.life.assign(self._assignment.wanted)
 
     def _snapshot(self, request: SnapshotRequest) -> Snapshot:
         if self.life.mirror is None:

@@ -12,14 +12,15 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.adapters.admission import AdapterDesk, DeskSettings
 from actors.lora_table import LoraTable
 from actors.router import Router, RouterSettings
 from actors.worker import Worker, WorkerSettings
 from deployment.config import Config
 from deployment.metrics import RayRecorder
 from deployment.names import NAMESPACE, actor_name
-from router.ids import Incarnation, WorkerId
-from router.reports import Holding, TableVersion
+from deployment.remote_table import RemoteTable
+from router.ids import WorkerId
 
 PLACEMENT_TIMEOUT_S: Final = 60.0
 """How long a worker's resources may take to become free."""
@@ -71,7 +72,7 @@ class WorkerActor:
             first = self._settings.index * self._settings.dp_size
             cores = tuple(here[(first + i) % len(here)] for i in range(self._settings.dp_size))
         settings = msgspec.structs.replace(self._settings, host=host, cpu_cores=cores)
-        self._worker = Worker(settings, self._tell)
+        self._worker = Worker(settings, RemoteTable(self._table))
         return self._worker.heartbeat_endpoint
 
     async def run(self) -> None:
@@ -100,10 +101,6 @@ class WorkerActor:
         assert self._worker is not None, "start comes first"
         return self._worker
 
-    async def _tell(self, worker_id: WorkerId, incarnation: Incarnation, holdings: list[Holding]) -> TableVersion:
-        told: TableVersion = await self._table.tell.remote(worker_id, incarnation, holdings)
-        return told
-
 
 class RouterActor:
     """A Router on its node."""
@@ -120,7 +117,7 @@ class RouterActor:
     async def start(self) -> None:
         """Listen. Raises OSError if the port is taken."""
         recorder = RayRecorder(router=self._settings.router_id)
-        router = Router(self._settings, self._poll, [recorder])
+        router = Router(self._settings, RemoteTable(self._table), [recorder])
         await router.start()
         self._router = router
 
@@ -153,9 +150,6 @@ class RouterActor:
         assert self._router is not None, "start comes first"
         return self._router
 
-    async def _poll(self, epoch: str, version: int, timeout_s: float) -> bytes:
-        return bytes(await self._table.wait_view.remote(epoch, version, timeout_s))
-
 
 def _own_address() -> str:
     """Address under which this node joined the cluster."""
@@ -163,22 +157,32 @@ def _own_address() -> str:
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
-def make_table(config: Config) -> Handle:
-    """The LoRA table, restarted by Ray wherever it dies."""
-    options = {"name": actor_name(config.name, "lora_table"), "num_cpus": 0, "max_restarts": -1, "max_task_retries": 0}
-    return ray.remote(LoraTable).options(**options).remote(list(config.lora.adapters))
+def _here() -> Any:
+    """The caller's own node."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def make_table(config: Config, desk: DeskSettings) -> Handle:
+    """The LoRA table, restarted by Ray wherever it dies; on the node of its caller, where its catalogue is kept."""
+    options = {
+        "name": actor_name(config.name, "lora_table"),
+        "num_cpus": 0,
+        "max_concurrency": 10_000,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "scheduling_strategy": _here(),
+    }
+    return ray.remote(LoraTable).options(**options).remote(AdapterDesk(desk))
 
 
 def make_router(config: Config, settings: RouterSettings, table: Handle) -> Handle:
     """A router, on the node of its caller, where the endpoint is expected."""
-    node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
     options = {
         "name": actor_name(config.name, "router", settings.router_id),
         "num_cpus": 0,
         "max_concurrency": 1000,
-        "scheduling_strategy": node,
+        "scheduling_strategy": _here(),
     }
     return ray.remote(RouterActor).options(**options).remote(settings, table)
 

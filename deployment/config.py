@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
+from actors.adapters.checks import MAX_NAME_LENGTH, AdapterRejectedError, check_name
+from actors.adapters.entry import Placement
 from actors.engine.spec import KvEventsConfig, LoraConfig, ModelConfig, PositiveInt
 from router.config import RouterConfig
 
-MAX_NAME_LENGTH = 128
-"""Adapter and model names end up in metrics, headers and URLs."""
+_ALWAYS = (Placement.EVERYWHERE, Placement.REPLICAS)
 DeploymentName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
 
 
@@ -97,8 +99,16 @@ def _resolve(config: Config, base: Path) -> Config:
     model = config.model
     if model.path.startswith(("~", "/", "./", "../")):  # anything else is a hub id
         model = msgspec.structs.replace(model, path=folder(model.path))
-    adapters = {name: folder(path) for name, path in config.lora.adapters.items()}
-    lora = msgspec.structs.replace(config.lora, adapters=adapters)
+
+    def source(value: str) -> str:
+        return value if urlsplit(value).scheme else folder(value)
+
+    adapters = {
+        name: source(one) if isinstance(one, str) else msgspec.structs.replace(one, path=source(one.path))
+        for name, one in config.lora.adapters.items()
+    }
+    roots = tuple(source(root) for root in config.lora.roots)
+    lora = msgspec.structs.replace(config.lora, adapters=adapters, roots=roots)
     return msgspec.structs.replace(config, model=model, lora=lora)
 
 
@@ -112,13 +122,37 @@ def _cross_check(config: Config) -> None:
         )
     if not workers.gpus and model.tensor_parallel > 1:
         raise ConfigError("model.tensor_parallel must be 1 on the CPU (workers.gpus is 0)")
-    for name in (model.served_name, *config.lora.adapters):
-        if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME_LENGTH:
-            raise ConfigError(f"name {name!r} must be printable, trimmed, and at most {MAX_NAME_LENGTH} characters")
-        if "=" in name:
-            raise ConfigError(f"name {name!r} must not hold '=': SGLang splits name=path there")
-    if model.served_name in config.lora.adapters:
-        raise ConfigError(f"adapter {model.served_name!r} is named like model.served_name; rename one of them")
+    if config.lora.max_loaded is not None and config.lora.max_loaded < config.lora.max_loras_per_batch:
+        raise ConfigError(
+            f"lora.max_loaded is {config.lora.max_loaded}, less than lora.max_loras_per_batch "
+            f"{config.lora.max_loras_per_batch}: a batch couldn't be filled"
+        )
+    _check_adapters(config)
+
+
+def _check_adapters(config: Config) -> None:
+    served_name, lora = config.model.served_name, config.lora
+    if not served_name.isprintable() or served_name != served_name.strip() or len(served_name) > MAX_NAME_LENGTH:
+        raise ConfigError(f"name {served_name!r} must be printable, trimmed, and at most {MAX_NAME_LENGTH} characters")
+    taken: list[str] = []
+    for name in lora.adapters:
+        try:
+            taken.append(check_name(name, served_name=served_name, taken=taken))
+        except AdapterRejectedError as exc:
+            raise ConfigError(f"lora.adapters: {exc}") from exc
+    always = [n for n, one in lora.configured.items() if (one.placement or lora.default_placement) in _ALWAYS]
+    if len(always) > lora.capacity:
+        raise ConfigError(
+            f"{len(always)} adapters are placed everywhere or by replicas, but lora.max_loaded is {lora.capacity}"
+        )
+    if config.workers.dp_size == 1:
+        return
+    for name, one in lora.configured.items():
+        if one.placement not in (None, Placement.EVERYWHERE) or urlsplit(one.path).scheme:
+            raise ConfigError(
+                f"adapter {name!r} must be a folder, placed everywhere: engines with workers.dp_size "
+                f"{config.workers.dp_size} are started with their adapters and can't load at run time"
+            )
 
 
 def _explain(message: str) -> str:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import tempfile
 import time
+import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from actors.adapters.admission import DeskSettings
 from deployment import cluster
 from deployment.cluster import Handle, PlacementError
 from deployment.config import Config
-from deployment.plan import check_applicable, router_settings, worker_settings
+from deployment.plan import check_applicable, desk_settings, router_settings, worker_settings
 from router.ids import WorkerId
 
 log = logging.getLogger(__name__)
@@ -54,6 +58,8 @@ class Controller:
         logging.basicConfig(level=logging.INFO)
         self._config = config
         self._api_key = secrets.token_urlsafe(32)
+        #: the catalogue of adapters lies here, for the deployment's life
+        self._folder = tempfile.TemporaryDirectory(prefix=f"loray-{config.name}-")
         self._members: dict[WorkerId, _Member] = {}
         self._table: Handle = None
         self._router: Handle = None
@@ -75,7 +81,7 @@ class Controller:
         """Bring the deployment up and keep it up until `down`. Raises PlacementError, OSError, RuntimeError."""
         try:
             cluster.check_capacity(self._config)
-            self._table = cluster.make_table(self._config)
+            self._table = cluster.make_table(self._config, self._desk())
             await self._make_router()
             while not self._stopping.is_set():
                 async with self._lock:
@@ -127,6 +133,11 @@ class Controller:
             "router": self._router_status,
             "table": self._table_status,
         }
+
+    def _desk(self) -> DeskSettings:
+        return desk_settings(
+            self._config, run_id=uuid.uuid4().hex, state_file=str(Path(self._folder.name) / "adapters.json")
+        )
 
     # -- towards what is wanted ----------------------------------------------------------------------------------
 
@@ -241,6 +252,11 @@ class Controller:
             self._say(f"ready: {self._router_status['url']}")
         if self._was_ready:
             return
+        for name, why in self._table_status.get("rejected", {}).items():
+            raise RuntimeError(f"adapter {name!r} can't be served: {why}")
+        for row in self._table_status.get("holdings", []):
+            if row["state"] == "failed":
+                raise RuntimeError(f"adapter {row['name']!r} can't be loaded on {row['worker_id']}: {row['error']}")
         for member in self._members.values():
             if member.status.get("crashes", 0) >= MAX_START_FAILURES:
                 raise RuntimeError(
@@ -261,10 +277,13 @@ class Controller:
         return "degraded" if self._was_ready else "starting"
 
     def _adapters_loaded(self) -> bool:
-        """Whether the router knows every adapter on every worker."""
-        held = {(row["worker_id"], row["name"]) for row in self._table_status.get("holdings", [])}
-        wanted = {(f"w{i}", name) for i in range(self._config.workers.count) for name in self._config.lora.adapters}
-        return wanted <= held and self._router_status.get("table_version") == self._table_status.get("version")
+        """Whether every worker holds what it shall, and the router knows it."""
+        table = self._table_status
+        loaded = {(row["worker_id"], row["name"]) for row in table.get("holdings", []) if row["state"] == "loaded"}
+        wanted = {(w, name) for w, names in table.get("wanted", {}).items() for name in names}
+        everybody = len(table.get("wanted", {})) >= self._config.workers.count
+        read = everybody and not table.get("unread", 1)
+        return read and wanted <= loaded and self._router_status.get("table_version") == table.get("version")
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -279,6 +298,7 @@ class Controller:
             cluster.discard(member.handle, member.group)
         for handle in (self._router, self._table):
             cluster.discard(handle)
+        self._folder.cleanup()
         self._say("down")
 
     def _say(self, line: str) -> None:

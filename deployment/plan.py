@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from actors.adapters.admission import DeskSettings
 from actors.router import RouterSettings
 from actors.worker import WorkerSettings
 from deployment.config import Config, ConfigError
@@ -39,6 +40,25 @@ def router_settings(config: Config, *, api_key: str) -> RouterSettings:
         served_name=config.model.served_name,
         model_path=config.model.path,
         api_key=api_key,
+    )
+
+
+def desk_settings(config: Config, *, run_id: str, state_file: str) -> DeskSettings:
+    """Settings of the LoRA table's desk. `state_file`: where it keeps its catalogue unless the user says otherwise."""
+    lora = config.lora
+    return DeskSettings(
+        served_name=config.model.served_name,
+        model_path=config.model.path,
+        configured=lora.configured,
+        default_placement=lora.default_placement,
+        max_rank=lora.max_rank,
+        target_modules=lora.target_modules,
+        roots=lora.roots,
+        cache_dir=lora.cache_dir,
+        cache_gb=lora.cache_gb,
+        state_file=lora.state_file or state_file,
+        run_id=run_id,
+        fixed=config.workers.dp_size > 1,
     )
 
 

@@ -23,6 +23,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_index_mb: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 4096
     """Memory of the block index, 16 to 34 bytes a distinct block up to 64 caches. At the limit the source with the most
     blocks is set aside: routed by load, shown as unverified, taken back when it fits."""
+    adapter_wait_s: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    """Longest that a request waits for its adapter to be loaded."""
     audit_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0
     """Pace of the background audit, one cache at a time: compares the index with a worker's mirror and asks its engine
     one prompt. 0 turns it off."""

@@ -17,7 +17,7 @@ import numpy as np
 from router.cost import NEAR_TIE_MS, Costs, CostWeights, estimate
 from router.decision import Candidate, Decision, Reason, RouteRequest
 from router.effects import Effect
-from router.errors import NoCapacity
+from router.errors import AdapterNotHeld, NoCapacity
 from router.hashing import TOKEN_BYTES
 from router.ids import LoraId, SourceId, WorkerId
 from router.ingest import EventIngest, SourceState
@@ -146,6 +146,36 @@ class RouterCore:
             return None
         return min(self._roster.routable, key=lambda target: int(self.load.running[target.column])).record
 
+    def ready_workers(self) -> list[WorkerRecord]:
+        """Workers that requests may go to."""
+        return [target.record for target in self._roster.routable]
+
+    def preferences(self, adapter: str) -> list[WorkerId]:
+        """Ready workers that don't hold the adapter, the least loaded first: where it had best be loaded."""
+        waits = {
+            target.source.worker_id: self._wait_ms(target)
+            for target in self._roster.routable
+            if adapter not in target.record.adapters
+        }
+        return sorted(waits, key=lambda worker_id: waits[worker_id])
+
+    def wants_more(self, decision: Decision) -> bool:
+        """Whether another worker would serve the request sooner, with the adapter to be loaded and nothing cached."""
+        assert decision.adapter is not None
+        computing_ms = (decision.prompt_tokens or 0) / self.load.tokens_per_ms[decision.column]
+        limit_ms = decision.cost_ms - self._weights.adapter_load_ms - computing_ms
+        return limit_ms > 0 and any(
+            self._wait_ms(target) < limit_ms
+            for target in self._roster.routable
+            if decision.adapter not in target.record.adapters
+        )
+
+    def lose_adapter(self, worker_id: WorkerId, adapter: str) -> None:
+        """A worker's engine doesn't hold the adapter, whatever our copy of the table says; the next copy decides."""
+        record = self.workers.get(worker_id)
+        if record is not None:
+            record.adapters = {name: lora_id for name, lora_id in record.adapters.items() if name != adapter}
+
     def loaded(self, record: WorkerRecord, adapter: str) -> LoraId | None:
         """lora_id under which the worker's engine holds `adapter`, or None."""
         return record.adapters.get(adapter)
@@ -170,7 +200,7 @@ class RouterCore:
             targets.append(target)
             lora_ids.append(lora_id)
         if not targets:
-            raise NoCapacity(self._why_none(request))
+            raise self._why_none(request)
         states = [self._state(target) for target in targets]
         if request.extra_key is not None:
             self._remember_key(request.extra_key)
@@ -185,6 +215,11 @@ class RouterCore:
             num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
         )
         return _Evaluation(targets, states, lora_ids, predicted, costs)
+
+    def _wait_ms(self, target: Target) -> float:
+        """What is booked on a source already."""
+        queued = self.load.queued_tokens[target.column] / self.load.tokens_per_ms[target.column]
+        return float(queued + self.load.running[target.column] * self._weights.decode_ms_per_request)
 
     def _state(self, target: Target) -> SourceState:
         return SourceState.SYNCING if target.record.silent else self.ingest.state(target.source)
@@ -240,13 +275,13 @@ class RouterCore:
             cost_ms=float(found.costs.total[i]),
         )
 
-    def _why_none(self, request: RouteRequest) -> str:
+    def _why_none(self, request: RouteRequest) -> NoCapacity:
         ready = sum(record.report.state is WorkerState.READY for record in self.workers.values())
         if not ready:
-            return f"none of {len(self.workers)} workers is ready"
+            return NoCapacity(f"none of {len(self.workers)} workers is ready")
         if request.exclude:
-            return f"{len(request.exclude)} workers failed this request and none is left"
-        return f"adapter {request.adapter!r} is not loaded on any of {ready} ready workers yet"
+            return NoCapacity(f"{len(request.exclude)} workers failed this request and none is left")
+        return AdapterNotHeld(f"adapter {request.adapter!r} is not loaded on any of {ready} ready workers yet")
 
 
 def _reason(num_tokens: int | None, chosen: int | None, predicted: Sequence[int | None], state: SourceState) -> Reason:

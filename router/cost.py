@@ -29,6 +29,8 @@ class CostWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What each running request adds to the wait for a first token."""
     slot_wait_ms: NonNegative = 200.0
     """Wait for a LoRA slot where max_loras_per_batch adapters already run."""
+    adapter_load_ms: NonNegative = 1000.0
+    """What loading an adapter takes; a holder that costs so much more than another worker gets company."""
 
 
 class Costs:

@@ -65,11 +65,31 @@ class Unauthorized(RouterError):
     type = "invalid_request_error"
 
 
+class AdapterRefused(RouterError):
+    """A user's wish about adapters can't be met; the message says why. Nothing was changed."""
+
+    status = 400
+    code = "adapter_refused"
+    type = "invalid_request_error"
+
+
 class NoCapacity(RouterError):
     """No worker can take the request now."""
 
     status = 503
     code = "no_worker_available"
+
+
+class AdapterNotHeld(NoCapacity):
+    """The adapter is offered, and no ready worker holds it yet."""
+
+    code = "adapter_loading"
+
+
+class AdapterUnavailable(NoCapacity):
+    """The adapter couldn't be loaded in time, or at all."""
+
+    code = "adapter_unavailable"
 
 
 class UpstreamError(RouterError):

@@ -29,6 +29,8 @@ class AdapterState(StrEnum):
     LOADING = "loading"
     LOADED = "loaded"
     FAILED = "failed"
+    UNLOADING = "unloading"
+    """To be given up: no new request goes there."""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,15 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The LoRA table as it stood when it last took this worker's holdings: a router with an older copy is behind."""
 
 
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a serving worker can hold, for the table's placing."""
+
+    capacity: int
+    """Adapters that its engine keeps loaded at most."""
+    slots: int
+    """Adapters that run in one batch."""
+
+
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """One row of the aggregated LoRANameTable: what a worker's engine calls an adapter."""
 
@@ -78,6 +89,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     content_id: str
     state: AdapterState
     error: str = ""
+    load_s: float = 0.0
+    """How long its engine took to load it, files included."""
 
 
 class TableVersion(msgspec.Struct, frozen=True, kw_only=True):

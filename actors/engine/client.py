@@ -61,15 +61,14 @@ class EngineClient:
             version=str(info["version"]),
         )
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
         """Load an adapter that isn't loaded. Raises EngineError with the engine's reason."""
-        await self._json(
-            "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, timeout_s=_LOAD_TIMEOUT_S
-        )
+        body = {"lora_name": name, "lora_path": path, "pinned": pinned}
+        await self._json("POST", "/load_lora_adapter", body, timeout_s=_LOAD_TIMEOUT_S)
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, *, timeout_s: float = _LOAD_TIMEOUT_S) -> None:
         """Unload an adapter once its requests are done. Raises EngineError."""
-        await self._json("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=_LOAD_TIMEOUT_S)
+        await self._json("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
     async def prefill(self, token_ids: list[int], *, local_rank: int | None) -> None:
         """Compute a prompt and one token more on a rank of the engine, None for its only one. Raises EngineError."""

@@ -124,6 +124,14 @@ def _derive_lora_ids() -> None:
                 )
         return await load(self, obj, request)
 
+    unload = control.TokenizerControlMixin._unload_lora_adapter_locked
+
+    async def final_unload(self: Any, obj: Any) -> Any:
+        """Forget the adapter for good: SGLang would load it again by itself for the next request that names it."""
+        self.lora_ref_cache.pop(obj.lora_name, None)
+        return await unload(self, obj)
+
     LoRARef.deterministic_id = staticmethod(derived_id)
+    control.TokenizerControlMixin._unload_lora_adapter_locked = final_unload
     control.LoRARef = derived_ref
     control.TokenizerControlMixin.load_lora_adapter = guarded_load

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from actors.adapters.entry import AdapterConfig, Placement
+from actors.adapters.sources import AdapterCache
 from actors.engine.plugin import PUBLISHER
 from router.ids import DpRank
 
@@ -44,12 +46,43 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section `lora`: the adapters, and what engines reserve for them."""
 
-    adapters: dict[NonEmpty, NonEmpty] = {}
-    """Name -> folder."""
+    adapters: dict[NonEmpty, NonEmpty | AdapterConfig] = {}
+    """Name -> folder or URI, or the same with where it shall be."""
     max_loras_per_batch: PositiveInt = 8
     """Adapters that can run in one batch; SGLang counts the base model as one."""
     max_rank: PositiveInt = 64
     target_modules: tuple[NonEmpty, ...] = ("all",)
+    max_loaded: PositiveInt | None = None
+    """Adapters that an engine keeps in host memory; None for what is configured, and 32 or four batches at least."""
+    roots: tuple[NonEmpty, ...] = ()
+    """Folders and URI prefixes that adapters may be loaded from at run time."""
+    cache_dir: NonEmpty = "~/.cache/loray/adapters"
+    """Where a node keeps the adapters it has fetched, by content."""
+    cache_gb: Annotated[float, msgspec.Meta(gt=0)] = 50.0
+    state_file: NonEmpty | None = None
+    """Where adapters loaded or unloaded at run time are kept beyond this deployment; None: for its life only."""
+
+    @property
+    def configured(self) -> dict[str, AdapterConfig]:
+        """`adapters` in their long form."""
+        return {
+            name: AdapterConfig(path=value) if isinstance(value, str) else value
+            for name, value in self.adapters.items()
+        }
+
+    @property
+    def capacity(self) -> int:
+        """`max_loaded`, or what stands for it."""
+        return self.max_loaded or max(32, 4 * self.max_loras_per_batch, len(self.adapters))
+
+    def cache(self) -> AdapterCache:
+        """This node's adapters."""
+        return AdapterCache(Path(self.cache_dir).expanduser(), max_bytes=int(self.cache_gb * 1e9))
+
+    @property
+    def default_placement(self) -> Placement:
+        """Where an adapter is of which nobody says it: everywhere while all configured ones run in one batch."""
+        return Placement.EVERYWHERE if len(self.adapters) <= self.max_loras_per_batch else Placement.ON_DEMAND
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +122,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         line = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         line += ["--enable-lora", "--enable-cache-report", "--skip-server-warmup"]
         line += ["--lora-target-modules", *self.lora.target_modules]
-        if self.lora.adapters:
-            line += ["--lora-paths", *(f"{name}={path}" for name, path in self.lora.adapters.items())]
+        line += ["--max-loaded-loras", str(max(self.lora.capacity, self.lora.max_loras_per_batch))]
+        if self.dp_size > 1 and self.lora.adapters:  # which can't load at run time
+            line += ["--lora-paths", *(f"{name}={one.path}" for name, one in self.lora.configured.items())]
         if self.device == "cpu":
             line += ["--device", "cpu", "--attention-backend", "torch_native", "--lora-backend", "torch_native"]
             line += ["--disable-overlap-schedule", "--disable-cuda-graph"]

@@ -26,6 +26,8 @@ from router.config import RouterConfig
 from router.core import RouterCore
 from router.cost import CostWeights
 from router.ids import DpRank, Incarnation, WorkerId
+from router.net.adapter_admin import AdapterRoutes
+from router.net.adapters import AdapterGate
 from router.net.dispatch import Dispatcher
 from router.net.ingress import Ingress
 from router.net.metrics import PrometheusRecorder
@@ -33,6 +35,8 @@ from router.net.tokenizer import PromptTokenizer
 from router.reports import RankReport, WorkerReport, WorkerState
 
 MODEL: Final = "bench"
+_NO_TABLE: Final[Any] = None
+"""No request of the benchmark names an adapter."""
 NUM_STREAMS: Final = 16
 _USAGE: Final = {
     "prompt_tokens": 64, "completion_tokens": 4, "total_tokens": 68, "prompt_tokens_details": {"cached_tokens": 0},
@@ -213,6 +217,7 @@ async def _router(engine_port: int) -> int:
         record=prometheus.record,
         drain=lambda _source: None,
         sample=lambda _wanted: None,
+        gate=AdapterGate(core, _NO_TABLE, wait_s=1, record_wait=lambda _seconds: None),
     )
     port = _free_port()
 
@@ -227,6 +232,7 @@ async def _router(engine_port: int) -> int:
         prometheus=prometheus,
         before_scrape=lambda: None,
         audit=audit,
+        adapters=AdapterRoutes(_NO_TABLE),
     )
     ingress.trusted_tokenizer = PromptTokenizer(str(model_dir("tiny-llama")))
     await ingress.start()

@@ -6,15 +6,16 @@ import argparse
 import importlib.metadata
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
+from actors.adapters.checks import AdapterRejectedError, check_adapter, read_base_model
+from actors.adapters.sources import local_path
 from actors.engine.identity import AdapterFilesError, adapter_files
-from actors.engine.spec import LoraConfig
 from deployment.config import Config
 
 PINNED: Final = {"sglang": "0.5.23", "ray": "2.60.0", "torch": "2.14.1"}
@@ -55,8 +56,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _memory(config)
     yield from _ports(config)
     yield _model(config)
-    for name, path in config.lora.adapters.items():
-        yield _adapter(name, Path(path), config.lora)
+    for name, one in config.lora.configured.items():
+        yield _adapter(name, one.path, config)
 
 
 def _versions() -> Iterator[Finding]:
@@ -128,25 +129,16 @@ def _model(config: Config) -> Finding:
     return Finding("model", not missing, f"{path}" + (f" lacks {', '.join(missing)}" if missing else ""), fix)
 
 
-def _adapter(name: str, path: Path, lora: LoraConfig) -> Finding:
-    check = f"adapter {name}"
+def _adapter(name: str, source: str, config: Config) -> Finding:
+    check, lora = f"adapter {name}", config.lora
+    local = local_path(source)
+    if local is None:
+        return Finding(check, True, f"{source}, read when the deployment starts")
     try:
-        files = adapter_files(path)
-        described: dict[str, Any] = json.loads(files[0].read_text())
-    except (AdapterFilesError, ValueError) as exc:
-        return Finding(check, False, str(exc), f"correct lora.adapters.{name}, or put a PEFT adapter there")
-    rank, modules = described.get("r"), described.get("target_modules")
-    problems: list[tuple[Callable[[], bool], str, str]] = [
-        (lambda: isinstance(rank, int) and rank <= lora.max_rank, f"rank {rank}", f"raise lora.max_rank to {rank}"),
-        (lambda: _covered(modules, lora), f"target_modules {modules}", "extend lora.target_modules, or use [all]"),
-    ]
-    for passes, found, fix in problems:
-        if not passes():
-            return Finding(check, False, found, fix)
+        files = adapter_files(local)
+        base_file = Path(config.model.path) / "config.json"
+        base = read_base_model(base_file) if base_file.is_file() else None
+        rank = check_adapter(local, base=base, max_rank=lora.max_rank, target_modules=lora.target_modules)
+    except (AdapterFilesError, AdapterRejectedError, ValueError) as exc:
+        return Finding(check, False, str(exc), f"correct lora.adapters.{name}, its files, or what section lora allows")
     return Finding(check, True, f"rank {rank}, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
-
-
-def _covered(modules: Any, lora: LoraConfig) -> bool:
-    if "all" in lora.target_modules:
-        return True
-    return isinstance(modules, list) and set(modules) <= set(lora.target_modules)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,11 +22,12 @@ from aiohttp import web
 
 from router.core import RouterCore
 from router.decision import Decision, RouteRequest
-from router.errors import ContextTooLong, InvalidRequest, NoCapacity, RouterError, UpstreamError
+from router.errors import AdapterNotHeld, ContextTooLong, InvalidRequest, NoCapacity, RouterError, UpstreamError
 from router.hashing import pack_tokens
 from router.ids import SourceId, WorkerId
 from router.load import Booking
 from router.net import metrics
+from router.net.adapters import AdapterGate
 from router.net.arrival import ArrivalGate
 from router.net.engine_probe import ProbeError, ask_cached_tokens
 from router.net.engine_tokenizer import disagreement, tokenize_chat
@@ -38,10 +40,16 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 5.0
 _HOP_HEADERS: Final = frozenset({"content-length", "transfer-encoding", "connection", "server", "date", "keep-alive"})
+_ADAPTER_GONE: Final = re.compile(rb"adapters? (that has never been loaded|are not loaded)")
+"""How SGLang's tokenizer manager says that it doesn't hold an adapter."""
 
 
 class _EngineLostError(Exception):
     """The engine couldn't be reached or died before it answered."""
+
+
+class _AdapterGoneError(Exception):
+    """The engine has given up the adapter since the decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,7 @@ class Dispatcher:
         record: Callable[..., None],
         drain: Callable[[SourceId], None],
         sample: Callable[[RouteRequest], None],
+        gate: AdapterGate,
     ) -> None:
         """`record(metric, value, *labels)`; `drain(source)` applies events that have arrived already; `sample` is
         shown requests whose cached tokens can be predicted."""
@@ -80,6 +89,7 @@ class Dispatcher:
         self._record: Callable[[Metric, float, str], None] = record
         self._arrival = ArrivalGate(core, drain)
         self._sample = sample
+        self._gate = gate
         self._labels = AdapterLabels()
         self._tasks: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(
@@ -170,13 +180,20 @@ class Dispatcher:
         while True:
             try:
                 decision = self._core.route(replace(wanted, exclude=failed.keys()))
+            except AdapterNotHeld:
+                assert wanted.adapter is not None
+                await self._gate.wait(wanted.adapter)
+                continue
             except NoCapacity as exc:
                 if failed:
                     raise UpstreamError(f"every worker that could serve this failed: {failed}") from exc
                 raise
+            self._gate.used(decision)
             booking = self._core.book(decision, now_s=time.monotonic())
             try:
                 return await self._attempt(outgoing, decision, booking, request)
+            except _AdapterGoneError:
+                self._gate.gone(decision)
             except _EngineLostError as exc:
                 worker_id = decision.source.worker_id
                 failed[worker_id] = str(exc)
@@ -207,6 +224,8 @@ class Dispatcher:
             if outgoing.stream and upstream.status == 200:
                 return await self._stream(upstream, outgoing, decision, booking, request, started_s, mark)
             answer = await _read(upstream.read())
+        if upstream.status == 400 and outgoing.adapter is not None and _ADAPTER_GONE.search(answer):
+            raise _AdapterGoneError
         status, headers = upstream.status, upstream.headers
         booking.alone = False  # the time of a whole answer says nothing of its prefill
         booking.first_token(now_s=time.monotonic())
@@ -226,6 +245,8 @@ class Dispatcher:
         mark: int,
     ) -> web.StreamResponse:
         chunk = await _read(upstream.content.readany())  # a death before this is retried
+        if outgoing.adapter is not None and _ADAPTER_GONE.search(chunk):
+            raise _AdapterGoneError
         ttft_s = time.monotonic() - started_s
         booking.first_token(now_s=time.monotonic())
         response = web.StreamResponse(headers=self._headers(upstream.headers, decision))

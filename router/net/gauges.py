@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from router.core import RouterCore
-from router.ids import SourceId
+from router.ids import Incarnation, SourceId, WorkerId
 from router.ingest import SourceState
 from router.net import metrics
 from router.net.metrics import Metric
+from router.reports import AdapterState, TableView
 
 
 class Gauges:
     """Reads the core, writes metrics; `measure` at a pace and before a scrape."""
 
-    def __init__(self, core: RouterCore, record: Callable[..., None]) -> None:
-        """`record(metric, value, *labels)`."""
+    def __init__(
+        self, core: RouterCore, record: Callable[..., None], *, waiting: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """`record(metric, value, *labels)`; `waiting`: requests that wait for an adapter, by name."""
+        self._waiting = waiting
+        #: state of every holding in the last copy of the table
+        self._holdings: dict[tuple[WorkerId, Incarnation, str, str], AdapterState] = {}
         self._core = core
         self._record = record
         #: totals that have been told already, by metric and what they are of
@@ -32,6 +38,24 @@ class Gauges:
         for worker_id, record in core.workers.items():
             running = sum(self._measure_source(source) for source in record.sources)
             self._record(metrics.IN_FLIGHT, running, worker_id)
+            self._record(metrics.ADAPTERS, len(record.adapters), worker_id)
+        self._record(metrics.ADAPTER_WAITING, sum(self._waiting().values()))
+
+    def count_loads(self, view: TableView) -> None:
+        """Tell what has changed since the former copy of the table."""
+        former = self._holdings
+        rows = {(row.worker_id, row.incarnation, row.name, row.content_id): row for row in view.holdings}
+        self._holdings = {key: row.state for key, row in rows.items()}
+        for key, row in rows.items():
+            if row.state is former.get(key) or row.state not in (AdapterState.LOADED, AdapterState.FAILED):
+                continue
+            self._record(metrics.LOADS, 1, row.worker_id, row.state.value)
+            if row.state is AdapterState.LOADED:
+                self._record(metrics.LOAD_TIME, row.load_s)
+        lives = {(worker_id, incarnation) for worker_id, incarnation, _, _ in rows}
+        for key in former.keys() - rows.keys():
+            if key[:2] in lives and key[2] in view.names:
+                self._record(metrics.UNLOADS, 1, key[0])
 
     def _measure_source(self, source: SourceId) -> int:
         """Returns its running requests."""

@@ -20,6 +20,7 @@ from router.decision import RouteRequest
 from router.errors import InvalidRequest, RequestTooLarge, RouterError, Unauthorized
 from router.names import resolve_model
 from router.net import views
+from router.net.adapter_admin import AdapterRoutes
 from router.net.dispatch import Dispatcher, Outgoing, error_response
 from router.net.metrics import PrometheusRecorder
 from router.net.openai import Api, Call, check_call, parse_json, relayed_body
@@ -34,12 +35,12 @@ _ENGINE_CONTROL: Final = frozenset({
     "/abort_request", "/add_external_corpus", "/begin_weight_update", "/close_session", "/configure_logging",
     "/continue_generation", "/destroy_weights_update_group", "/dump_expert_distribution_record", "/end_weight_update",
     "/flush_cache", "/freeze_gc", "/get_weights_by_name", "/hicache/storage-backend/clear",
-    "/init_weights_send_group_for_remote_instance", "/init_weights_update_group", "/load_lora_adapter",
+    "/init_weights_send_group_for_remote_instance", "/init_weights_update_group",
     "/load_lora_adapter_from_tensors", "/open_session", "/pause_generation", "/pd_role_switch",
     "/release_memory_occupation", "/remove_external_corpus", "/resume_memory_occupation",
     "/send_weights_to_remote_instance", "/set_internal_state", "/set_trace_level", "/slow_down",
     "/start_expert_distribution_record", "/start_profile", "/stop_expert_distribution_record", "/stop_profile",
-    "/unload_lora_adapter", "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
+    "/update_weight_version", "/update_weights_from_disk", "/update_weights_from_distributed",
     "/update_weights_from_ipc", "/update_weights_from_tensor", "/weights_checker",
 })  # fmt: skip
 """SGLang paths that change one engine; sent to whichever worker is least loaded, they would make workers differ."""
@@ -70,9 +71,11 @@ class Ingress:
         prometheus: PrometheusRecorder,
         before_scrape: Callable[[], None],
         audit: Callable[[], Awaitable[dict[str, Any]]],
+        adapters: AdapterRoutes,
     ) -> None:
         """`before_scrape` refreshes gauges; `audit` compares all sources now."""
         self._audit_all = audit
+        self._adapters = adapters
         self._config = config
         self._core = core
         self._dispatcher = dispatcher
@@ -100,6 +103,7 @@ class Ingress:
         app.router.add_get("/loray/status", self._status)
         app.router.add_post("/loray/route", self._route)
         app.router.add_post("/loray/audit", self._audit)
+        self._adapters.add_to(app)
         app.router.add_post("/{path:.*}", self._relay)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
         await self._runner.setup()

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 MAX_ADAPTERS: Final = 100
 _TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LOAD_BUCKETS_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 
 
 class Kind(StrEnum):
@@ -55,11 +56,18 @@ AUDITS = Metric("loray_audits", Kind.COUNTER, "Audits: clean, dirty, inconclusiv
 GHOSTS = Metric("loray_audit_ghosts", Kind.GAUGE, "Blocks here, not in the worker's mirror.", ("worker", "dp_rank"))
 MISSING = Metric("loray_audit_missing", Kind.GAUGE, "Blocks in the mirror, not here.", ("worker", "dp_rank"))
 PROBES = Metric("loray_audit_probes", Kind.COUNTER, "Engines asked: exact, over, under.", ("outcome",))
+ADAPTERS = Metric("loray_adapters_loaded", Kind.GAUGE, "Adapters that the worker's engine holds.", ("worker",))
+LOADS = Metric("loray_adapter_loads", Kind.COUNTER, "Loads by outcome: loaded, failed.", ("worker", "outcome"))
+UNLOADS = Metric("loray_adapter_unloads", Kind.COUNTER, "Adapters given up while still offered.", ("worker",))
+LOAD_TIME = Metric("loray_adapter_load_seconds", Kind.HISTOGRAM, "Time to load, files included.", (), _LOAD_BUCKETS_S)
+ADAPTER_WAIT = Metric("loray_adapter_wait_seconds", Kind.HISTOGRAM, "Wait for an adapter.", (), _LOAD_BUCKETS_S)
+ADAPTER_WAITING = Metric("loray_adapter_waiting_requests", Kind.GAUGE, "Requests that wait for an adapter.")
 LAG = Metric("loray_event_lag_seconds", Kind.GAUGE, "Age of the last batch when applied.", ("worker", "dp_rank"))
 
 ALL: Final = (
     REQUESTS, TTFT, PREDICTED, ACTUAL, PROMPT, PREDICTIONS, REASONS, RETRIES, IN_FLIGHT, BLOCKS, STATE, EVENTS,
-    GAPS, DUPLICATES, BAD, RESTARTS, INDEX, AUDITS, GHOSTS, MISSING, PROBES, LAG,
+    GAPS, DUPLICATES, BAD, RESTARTS, INDEX, AUDITS, GHOSTS, MISSING, PROBES, ADAPTERS, LOADS, UNLOADS, LOAD_TIME,
+    ADAPTER_WAIT, ADAPTER_WAITING, LAG,
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ import zmq
 
 from router.ids import SourceId
 from tests.integration.asking import ask, noise
-from tests.integration.local_fleet import PAGE, LocalFleet, poll
+from tests.integration.background_loop import poll
+from tests.integration.local_fleet import PAGE, LocalFleet
 
 _REPLAY_MS: Final = 10_000
 

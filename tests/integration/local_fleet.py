@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import httpx
 import msgspec
 import psutil
 import zmq
 
+from actors.adapters.admission import DeskSettings
+from actors.adapters.entry import AdapterConfig, Placement
 from actors.engine.client import EngineClient
 from actors.engine.spec import KvEventsConfig, LoraConfig, ModelConfig
 from actors.lora_table import LoraTable
@@ -31,6 +32,8 @@ from router.cost import CostWeights
 from router.ids import SourceId, WorkerId
 from router.ingest import SourceState
 from router.reports import RankReport, WorkerState
+from tests.integration.background_loop import SETTLE_S, BackgroundLoop, T
+from tests.integration.table_port import TablePort
 from tests.ports import free_port
 
 SERVED: Final = "tiny-llama"
@@ -41,22 +44,9 @@ CONTEXT: Final = 1024
 CACHE_TOKENS: Final = 2048
 BOOT_S: Final = 300.0
 """An engine needs 20 s alone, minutes on a machine that is busy otherwise."""
-SETTLE_S: Final = 60.0
-_TICK_S: Final = 0.05
-
-T = TypeVar("T")
 
 
-def poll(condition: Callable[[], T], *, within_s: float = SETTLE_S, what: str = "") -> T:
-    """First truthy value of `condition`; fails after `within_s`."""
-    until_s = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < until_s, f"not within {within_s} s: {what or condition}"
-        time.sleep(_TICK_S)
-    return value
-
-
-class LocalFleet:
+class LocalFleet(BackgroundLoop):
     """Workers w<first_index>, ..., one table, one router (r0) and any that `add_router` brings."""
 
     def __init__(
@@ -69,11 +59,41 @@ class LocalFleet:
         replay_buffer: int = 10_000,
         max_body_mb: int = 1,
         adapters: Mapping[str, Path] | None = None,
+        placement: Placement = Placement.EVERYWHERE,
+        max_loaded: int | None = None,
+        roots: Sequence[Path] = (),
         device: str = "cpu",
     ) -> None:
-        """`adapters`: name -> folder; those of the tiny model by default."""
+        """`adapters`: name -> folder; those of the tiny model by default. `placement`: of those, and by default."""
+        super().__init__()
         self.model = model
         self._adapters = dict(adapters or {name: model / "adapters" / name for name in ADAPTERS})
+        self._placement = placement
+        self._folder = tempfile.TemporaryDirectory(prefix="loray-test-")
+        lora = LoraConfig(
+            adapters={
+                name: AdapterConfig(path=str(path), placement=placement) for name, path in self._adapters.items()
+            },
+            max_loras_per_batch=4,
+            max_rank=16,
+            max_loaded=max_loaded,
+            roots=tuple(map(str, roots)),
+            cache_dir=self._folder.name + "/adapters",
+        )
+        self.desk = DeskSettings(
+            served_name=SERVED,
+            model_path=str(model),
+            configured=lora.configured,
+            default_placement=placement,
+            max_rank=lora.max_rank,
+            target_modules=lora.target_modules,
+            roots=lora.roots,
+            cache_dir=lora.cache_dir,
+            cache_gb=lora.cache_gb,
+            state_file=self._folder.name + "/catalogue.json",
+            run_id="r1",
+            fixed=dp_size > 1,
+        )
         self._max_body_mb = max_body_mb
         cores = sorted(os.sched_getaffinity(0))
         self._settings = [
@@ -84,11 +104,7 @@ class LocalFleet:
                 device=device,
                 model=ModelConfig(path=str(model), served_name=SERVED, dtype="bfloat16", context_length=CONTEXT),
                 kv_events=KvEventsConfig(replay_buffer=replay_buffer),
-                lora=LoraConfig(
-                    adapters={name: str(path) for name, path in self._adapters.items()},
-                    max_loras_per_batch=4,
-                    max_rank=16,
-                ),
+                lora=lora,
                 dp_size=dp_size,
                 cpu_cores=tuple(cores[(index * dp_size + i) % len(cores)] for i in range(dp_size)),
                 extra_args=(
@@ -101,8 +117,8 @@ class LocalFleet:
             for index in range(first_index, first_index + num_workers)
         ]
         self.workers: dict[WorkerId, Worker] = {}
+        self.port: TablePort
         self.router: Router
-        self.table: LoraTable
         self.url = ""
         #: all that listen to the fleet now
         self._routers: list[Router] = []
@@ -110,8 +126,6 @@ class LocalFleet:
         #: replay sockets of engines, by endpoint
         self._replays: dict[str, zmq.Socket[bytes]] = {}
         self._lives: list[Future[None]] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="local-fleet", daemon=True)
         self._before: set[int] = set()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -119,7 +133,7 @@ class LocalFleet:
     def start(self) -> None:
         """Boot everything; returns once all sources are exact and all adapters are known everywhere."""
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
-        self._thread.start()
+        self.start_loop()
         try:
             self.run(self._make())
             self.wait_whole(within_s=BOOT_S)
@@ -134,8 +148,8 @@ class LocalFleet:
             self.run(self._unmake(), within_s=120)
         finally:
             self._context.destroy(linger=0)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=30)
+            self._folder.cleanup()
+            self.stop_loop()
             _, alive = psutil.wait_procs([*engines, *self.processes()], timeout=20)
             left = [" ".join(_command(process)) for process in alive]
             for process in alive:
@@ -150,11 +164,11 @@ class LocalFleet:
         return [p for p in psutil.Process().children(recursive=True) if p.pid not in self._before]
 
     async def _make(self) -> None:
-        self.table = LoraTable(list(self._adapters))
+        self.port = TablePort(self.desk)
         for settings in self._settings:
-            worker = Worker(settings, self.table.tell)
+            worker = Worker(settings, self.port)
             self.workers[settings.worker_id] = worker
-            self._lives.append(asyncio.run_coroutine_threadsafe(worker.run(), self._loop))
+            self._lives.append(self.spawn(worker.run()))
         self.router, self.url = await self._make_router("r0")
 
     def router_settings(self, router_id: str) -> RouterSettings:
@@ -182,7 +196,7 @@ class LocalFleet:
         self, router_id: str, heartbeats: Mapping[WorkerId, str] | None = None
     ) -> tuple[Router, str]:
         settings = self.router_settings(router_id)
-        router = Router(settings, self.table.wait_view)
+        router = Router(settings, self.port)
         await router.start()
         self._routers.append(router)
         await router.follow(heartbeats or self.heartbeats())
@@ -192,6 +206,7 @@ class LocalFleet:
         if hasattr(self, "router"):
             await self.router.stop()
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        await self.port.kill()
 
     @contextmanager
     def another_router(self, heartbeats: Mapping[WorkerId, str] | None = None) -> Iterator[tuple[Router, str]]:
@@ -203,23 +218,10 @@ class LocalFleet:
             self._routers.remove(router)
             self.run(router.stop())
 
-    # -- on the loop ---------------------------------------------------------------------------------------------
-
-    def run(self, work: Coroutine[Any, Any, T], *, within_s: float = SETTLE_S) -> T:
-        """Result of a coroutine that runs on the fleet's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(within_s)
-
-    def call(self, ask: Callable[[], T]) -> T:
-        """Result of a plain function that runs on the fleet's loop, where all state lives."""
-
-        async def asking() -> T:
-            return ask()
-
-        return self.run(asking())
-
-    def wait(self, condition: Callable[[], T], *, within_s: float = SETTLE_S, what: str = "") -> T:
-        """First truthy value of a function that runs on the loop."""
-        return poll(lambda: self.call(condition), within_s=within_s, what=what)
+    @property
+    def table(self) -> LoraTable:
+        """The one that lives now."""
+        return self.port.table
 
     # -- looking inside; on the loop -----------------------------------------------------------------------------
 
@@ -271,7 +273,10 @@ class LocalFleet:
                 and (router or self.router)._ingress.trusted_tokenizer is not None
                 and all(record.report.state is WorkerState.READY and record.sources for record in records)
                 and all(core.ingest.state(s) is SourceState.EXACT for record in records for s in record.sources)
-                and all(core.loaded(record, name) is not None for record in records for name in self._adapters)
+                and (
+                    self._placement is not Placement.EVERYWHERE
+                    or all(core.loaded(record, name) is not None for record in records for name in self._adapters)
+                )
             )
 
         try:

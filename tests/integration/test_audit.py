@@ -18,7 +18,8 @@ from router.ids import SourceId
 from router.index import BlockIndex
 from router.ingest import SourceState
 from tests.integration.asking import COMPLETIONS, ask, noise
-from tests.integration.local_fleet import PAGE, SERVED, SETTLE_S, LocalFleet, poll
+from tests.integration.background_loop import SETTLE_S, poll
+from tests.integration.local_fleet import PAGE, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 

@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from tests.integration.asking import CHAT, COMPLETIONS, ask, events, noise, user
+from tests.integration.background_loop import poll
 from tests.integration.event_tap import barrier, tapped
-from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet, poll
+from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 

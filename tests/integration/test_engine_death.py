@@ -19,7 +19,8 @@ import pytest
 from router.ids import SourceId, WorkerId
 from router.reports import WorkerReport
 from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, events, noise, user
-from tests.integration.local_fleet import ADAPTERS, BOOT_S, SERVED, SETTLE_S, LocalFleet, poll
+from tests.integration.background_loop import SETTLE_S, poll
+from tests.integration.local_fleet import ADAPTERS, BOOT_S, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 

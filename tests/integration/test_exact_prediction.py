@@ -14,8 +14,9 @@ import pytest
 from actors.engine.client import EngineError
 from router.ids import WorkerId
 from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, noise, user
+from tests.integration.background_loop import SETTLE_S, poll
 from tests.integration.event_tap import EventTap, barrier, tapped
-from tests.integration.local_fleet import ADAPTERS, CACHE_TOKENS, PAGE, SERVED, SETTLE_S, LocalFleet, poll
+from tests.integration.local_fleet import ADAPTERS, CACHE_TOKENS, PAGE, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 

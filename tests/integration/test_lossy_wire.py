@@ -17,7 +17,8 @@ import zmq
 from router.ids import WorkerId
 from router.reports import WorkerReport
 from tests.integration.asking import CHAT, ask, noise, user
-from tests.integration.local_fleet import ADAPTERS, SERVED, SETTLE_S, LocalFleet, poll
+from tests.integration.background_loop import SETTLE_S, poll
+from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet
 from tests.lossy_wire import LossyWire
 
 pytestmark = pytest.mark.engine

@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from tests.integration.asking import CHAT, COMPLETIONS, Answer, ask, events, noise, user
+from tests.integration.background_loop import SETTLE_S
 from tests.integration.event_tap import barrier, tapped
-from tests.integration.local_fleet import ADAPTERS, CONTEXT, PAGE, SERVED, SETTLE_S, LocalFleet
+from tests.integration.local_fleet import ADAPTERS, CONTEXT, PAGE, SERVED, LocalFleet
 
 pytestmark = pytest.mark.engine
 #: the random model may end at any token otherwise

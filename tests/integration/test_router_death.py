@@ -16,7 +16,8 @@ import msgspec
 import pytest
 
 from tests.integration.asking import COMPLETIONS, ask, noise
-from tests.integration.local_fleet import ADAPTERS, SERVED, SETTLE_S, LocalFleet, poll
+from tests.integration.background_loop import SETTLE_S, poll
+from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet
 from tests.integration.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,226 @@
+"""Which workers hold which adapters: all placing, moving and making room. Pure; times come in from outside.
+
+Theory of operation. `desired` is what each worker is to hold; workers converge to it by themselves and report. A worker
+has `capacity` adapters at most and runs `slots` of them in one batch. An adapter that requests wait for (`want`) goes
+to the worker that runs out of slots last, then to the one the router prefers. Where there is no room, the adapter that
+is used least goes, of all workers that could take the new one: uses count with a half-life, so that a burst doesn't
+push out what is always used, and what was popular once leaves. Nothing that is pinned, that is being loaded, or that
+was loaded a moment ago is unloaded for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from actors.adapters.entry import Entry, Placement
+from router.ids import WorkerId
+
+HALF_LIFE_S: Final = 120.0
+"""After so long, a use counts half."""
+STAY_S: Final = 1.0
+"""An adapter stays so long once it is loaded: whoever waited for it shall be served by it."""
+WAIT_S: Final = 5.0
+"""A wish that isn't repeated is given up after so long: its requests are gone."""
+
+
+@dataclass(slots=True)
+class Place:
+    """One worker as adapters see it."""
+
+    capacity: int
+    slots: int
+    #: name -> since when it is loaded here, or has failed to; None while that is open
+    desired: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Wish:
+    """Requests wait for an adapter that nobody holds, or that wants one holder more."""
+
+    since_s: float
+    renewed_s: float
+    preferred: tuple[WorkerId, ...]
+    waiting: int
+
+
+class PlacementPlan:
+    """See the module. Everything under "events" changes it; all in terms of names and worker ids."""
+
+    def __init__(self) -> None:
+        self.places: dict[WorkerId, Place] = {}
+        self.entries: dict[str, Entry] = {}
+        #: adapters unloaded to make room for another, since the beginning
+        self.num_evictions = 0
+        #: what workers held that left: theirs again when they come back, unless somebody else has it by then
+        self._former: dict[WorkerId, tuple[str, ...]] = {}
+        self._uses: dict[str, tuple[float, float]] = {}
+        #: by adapter; all and only those that couldn't be placed yet
+        self._wishes: dict[str, _Wish] = {}
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def join(self, worker_id: WorkerId, *, capacity: int, slots: int, held: Collection[str], now_s: float) -> None:
+        """A worker, or another life of it. What it holds already it may keep."""
+        known = self.places.get(worker_id)
+        desired: dict[str, float | None] = {name: now_s for name in held if name in self.entries}
+        if known is not None:
+            desired = dict.fromkeys(known.desired) | desired
+        for name in self._former.pop(worker_id, ()):
+            if name in self.entries and not self.holders(name):
+                desired.setdefault(name, None)
+        desired = dict(list(desired.items())[:capacity])
+        self.places[worker_id] = Place(capacity, slots, desired)
+        self.settle(now_s=now_s)
+
+    def leave(self, worker_id: WorkerId, *, now_s: float) -> None:
+        """The worker is gone; what must be somewhere is placed elsewhere."""
+        place = self.places.pop(worker_id, None)
+        if place is not None:
+            self._former[worker_id] = tuple(place.desired)
+            self.settle(now_s=now_s)
+
+    def put(self, entry: Entry, *, now_s: float) -> None:
+        """An adapter that is new, or known with other terms or other weights."""
+        self.entries[entry.name] = entry
+        self.settle(now_s=now_s)
+
+    def drop(self, name: str, *, now_s: float) -> None:
+        """The adapter is offered no more."""
+        self.entries.pop(name, None)
+        self._wishes.pop(name, None)
+        self._uses.pop(name, None)
+        for place in self.places.values():
+            place.desired.pop(name, None)
+        self.settle(now_s=now_s)
+
+    def want(self, name: str, preferred: Sequence[WorkerId], *, waiting: int, more: bool, now_s: float) -> None:
+        """Requests wait for an adapter; with `more`, its holders are too busy. Workers in the order of preference."""
+        entry = self.entries.get(name)
+        if entry is None or (not more and self.holders(name)):
+            return
+        wish = self._wishes.get(name)
+        self._wishes[name] = _Wish(wish.since_s if wish else now_s, now_s, tuple(preferred), waiting)
+        self.settle(now_s=now_s)
+
+    def concluded(self, worker_id: WorkerId, name: str, *, now_s: float) -> None:
+        """A worker has loaded what it was to load, or has failed to."""
+        place = self.places.get(worker_id)
+        if place is not None and name in place.desired and place.desired[name] is None:
+            place.desired[name] = now_s
+            self.settle(now_s=now_s)
+
+    def reopen(self, name: str) -> None:
+        """The adapter has other weights now: every holder is to load it again."""
+        for place in self.places.values():
+            if name in place.desired:
+                place.desired[name] = None
+
+    def use(self, counts: Mapping[str, int], *, now_s: float) -> None:
+        """Requests that were sent to adapters lately."""
+        for name, count in counts.items():
+            if name in self.entries:
+                self._uses[name] = (self._score(name, now_s) + count, now_s)
+
+    def settle(self, *, now_s: float) -> None:
+        """Place what can be placed now. Called again as time goes by: what couldn't move may be free to."""
+        for entry in self.entries.values():
+            if entry.placement is Placement.EVERYWHERE:
+                self._fill(entry, len(self.places), now_s)
+            elif entry.placement is Placement.REPLICAS:
+                self._fill(entry, entry.replicas, now_s)
+                self._trim(entry)
+            elif self.holders(entry.name):
+                self._fill(entry, entry.replicas, now_s)
+        for name, wish in sorted(self._wishes.items(), key=lambda item: (-item[1].waiting, item[1].since_s)):
+            if now_s - wish.renewed_s > WAIT_S or self._grant(name, wish, now_s):
+                del self._wishes[name]
+
+    # -- to read -------------------------------------------------------------------------------------------------
+
+    def holders(self, name: str) -> list[WorkerId]:
+        """Workers that are to hold an adapter."""
+        return [worker_id for worker_id, place in self.places.items() if name in place.desired]
+
+    @property
+    def waiting(self) -> int:
+        """Adapters that requests wait for and that have no place."""
+        return len(self._wishes)
+
+    def check(self) -> None:
+        """Invariants; for tests."""
+        for place in self.places.values():
+            assert len(place.desired) <= place.capacity
+            assert place.desired.keys() <= self.entries.keys()
+        for name, entry in self.entries.items():
+            holders = len(self.holders(name))
+            if entry.placement is Placement.REPLICAS:
+                assert holders <= entry.replicas
+            if entry.placement is Placement.ON_DEMAND and entry.max_replicas is not None:
+                assert holders <= max(entry.max_replicas, entry.replicas)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _fill(self, entry: Entry, count: int, now_s: float) -> None:
+        while len(self.holders(entry.name)) < min(count, len(self.places)):
+            if not self._place(entry, (), now_s):
+                return
+
+    def _trim(self, entry: Entry) -> None:
+        for worker_id in self.holders(entry.name)[entry.replicas :]:
+            del self.places[worker_id].desired[entry.name]
+
+    def _grant(self, name: str, wish: _Wish, now_s: float) -> bool:
+        entry = self.entries[name]
+        limit = entry.max_replicas if entry.max_replicas is not None else len(self.places)
+        if len(self.holders(name)) >= max(1, limit):
+            return True
+        return self._place(entry, wish.preferred, now_s)
+
+    def _place(self, entry: Entry, preferred: Sequence[WorkerId], now_s: float) -> bool:
+        """Give one more worker the adapter. False: nobody has room, or can make any."""
+        rank = {worker_id: i for i, worker_id in enumerate(preferred)}
+        possible = [
+            (self._price(place, now_s), rank.get(worker_id, len(rank)), worker_id)
+            for worker_id, place in self.places.items()
+            if entry.name not in place.desired
+        ]
+        for price, _, worker_id in sorted(possible, key=lambda p: (p[0] is None, p[0] or (0, 0.0), p[1])):
+            if price is None:
+                return False
+            place = self.places[worker_id]
+            if len(place.desired) >= place.capacity:
+                victim = self._victim(place, now_s)
+                assert victim is not None
+                del place.desired[victim]
+                self.num_evictions += 1
+            place.desired[entry.name] = None
+            return True
+        return False
+
+    def _price(self, place: Place, now_s: float) -> tuple[int, float] | None:
+        """What one adapter more costs here: slots lacking, then the uses of what must go for it. None: no room."""
+        lacking = max(0, len(place.desired) + 1 - place.slots)
+        if len(place.desired) < place.capacity:
+            return (lacking, 0.0)
+        victim = self._victim(place, now_s)
+        return None if victim is None else (lacking, self._score(victim, now_s))
+
+    def _victim(self, place: Place, now_s: float) -> str | None:
+        """The least used adapter that may leave; the one placed first among equals."""
+        movable = [
+            name
+            for name, since_s in place.desired.items()
+            if since_s is not None and now_s - since_s >= STAY_S and self._may_leave(self.entries[name])
+        ]
+        return min(movable, key=lambda name: (self._score(name, now_s), place.desired[name] or 0.0), default=None)
+
+    def _may_leave(self, entry: Entry) -> bool:
+        if entry.placement is not Placement.ON_DEMAND or entry.pinned:
+            return False
+        return entry.replicas == 1 or len(self.holders(entry.name)) > entry.replicas
+
+    def _score(self, name: str, now_s: float) -> float:
+        count, at_s = self._uses.get(name, (0.0, now_s))
+        return float(count * 0.5 ** ((now_s - at_s) / HALF_LIFE_S))

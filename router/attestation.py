@@ -9,7 +9,7 @@ hold something unattested; knows the index as little as the stream.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -83,6 +83,8 @@ class Attestor:
         self._lora_ids: dict[str, list[LoraId | None]] = {}
         #: a fault that nothing lifts
         self._verdict = ""
+        #: nothing namespaced has matched yet; plain blocks of the base model are hashed alike in both formats
+        self._format_open = form.dynamo
         #: why the source can't be predicted; empty while there is no reason
         self.fault = ""
         self.num_attested = 0
@@ -92,7 +94,12 @@ class Attestor:
     @property
     def is_open(self) -> bool:
         """Whether anything is left to attest."""
-        return bool(self._trials)
+        return bool(self._trials) or self._format_open
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the engine ever held one."""
+        return bool(self._lora_ids)
 
     def expect(self, lora_ids: Mapping[str, LoraId]) -> None:
         """The adapters that the engine holds now, by name."""
@@ -102,18 +109,29 @@ class Attestor:
                 known.append(lora_id)
                 self._trials[name] = _Trial(known)
 
-    def wants(self, events: Iterable[Event]) -> bool:
+    def wants(self, events: Sequence[Event]) -> bool:
         """Whether a batch holds something to attest."""
         trials = self._trials
-        return any(type(event) is Stored and event.lora_name in trials for event in events)
+        if trials and any(type(event) is Stored and event.lora_name in trials for event in events):
+            return True
+        first = events[0] if self._format_open and events else None  # one look a batch finds what is used at all
+        return type(first) is Stored and first.cache_salt is not None
 
     def look(self, payload: bytes) -> None:
         """Attest what a batch that `wants` accepted holds. What can't be read is passed over."""
-        for event in _decode(payload).events:
+        try:
+            events = _decode(payload).events
+        except (msgspec.MsgspecError, RecursionError):
+            return
+        for event in events:
             try:
                 stored = msgspec.convert(_as_map(event), _Store)
-                if stored.type == "BlockStored" and stored.lora_name in self._trials and self._fits_form(stored):
+                if stored.type != "BlockStored" or not self._fits_form(stored):
+                    continue
+                if stored.lora_name in self._trials:
                     self._attest(self._trials[stored.lora_name], stored)
+                elif self._format_open and stored.cache_salt and stored.lora_name is None:
+                    self._attest(_Trial([None]), stored)
             except _UNREADABLE:
                 continue
         self.fault = self._verdict or next((trial.fault for trial in self._trials.values() if trial.fault), "")
@@ -122,6 +140,8 @@ class Attestor:
         if not stored.token_ids:
             return False
         size, pairs = stored.block_size, isinstance(stored.token_ids[0], tuple)
+        if not self.form.page_size and not (size and size > 0):
+            return False
         if not self.form.page_size and size:
             self.form = HashForm(size, bigram=pairs, dynamo=self.form.dynamo)
         if size and size != self.form.page_size:
@@ -136,13 +156,15 @@ class Attestor:
             return
         published = _as_word(stored.block_hashes[0])
         expected = {self._hash(stored, key, lora_id) for lora_id in self._candidates(trial) for key in self._keys()}
+        bare = self._hash(stored, None, None, dynamo=False)
         if published in expected:
             self.num_attested += 1
-            del self._trials[stored.lora_name]
+            self._trials.pop(stored.lora_name, None)
+            self._format_open = self._format_open and published == bare
             return
         ours = self._hash(stored, None, trial.lora_ids[-1])
         whose = "the base model" if stored.lora_name is None else f"adapter {stored.lora_name!r} ({trial.lora_ids[-1]})"
-        if self.form.dynamo and ours != published == self._hash(stored, None, None, dynamo=False):
+        if self.form.dynamo and ours != published == bare:
             self._verdict = (
                 f"its hash {published:016x} of a block of {whose} isn't namespaced, {ours:016x} would be: "
                 'set "format": "dynamo" in its kv-events-config'

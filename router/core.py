@@ -236,7 +236,7 @@ class RouterCore:
         packed = request.packed_tokens
         if packed is None:
             return predicted
-        known = [i for i, state in enumerate(states) if state is SourceState.EXACT]
+        known = [i for i, state in enumerate(states) if state is SourceState.EXACT and self._is_told(targets[i])]
         limit = len(packed) // TOKEN_BYTES - 1  # the engine always computes the last token
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
@@ -250,6 +250,13 @@ class RouterCore:
         for i, tokens in zip(known, cached, strict=True):
             predicted[i] = tokens
         return predicted
+
+    def _is_told(self, target: Target) -> bool:
+        """Whether its hashes tell whose a block is: in the default format, base and keyed blocks look alike."""
+        if target.record.form.dynamo:
+            return True
+        attestor = self.ingest.attestor(target.source)
+        return not self._extra_keys and not (attestor is not None and attestor.has_adapters)
 
     def _remember_key(self, extra_key: str) -> None:
         self._extra_keys.pop(extra_key, None)

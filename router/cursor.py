@@ -111,6 +111,12 @@ class Cursor:
         """The replay couldn't be had, or what was applied can't be trusted."""
         return self._ask(Wish.SNAPSHOT)
 
+    def lost(self, seq: int) -> Advance:
+        """The batch and all behind could not be applied after all."""
+        self._reached = max(self._reached, self.next_seq)
+        self.next_seq = seq
+        return self._ask(Wish.SNAPSHOT)
+
     def retried(self) -> Advance:
         """Start over with a replay, from wherever we are: it may have become possible."""
         return self._ask(Wish.REPLAY)

@@ -30,6 +30,7 @@ class Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     block_hashes: msgspec.Raw
     medium: str | None = None
     lora_name: str | None = None
+    cache_salt: str | None = None
 
 
 class Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):

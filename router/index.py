@@ -217,7 +217,11 @@ class BlockIndex:
         table = self._tables.get(tier)
         if table is None:
             table = BlockTable(budget=self._budget)
-            table.widen(self.num_columns)
+            try:
+                table.widen(self.num_columns)
+            except IndexFullError:
+                self._budget.give(table.size_bytes)
+                raise
             self._tables[tier] = table
         return table
 

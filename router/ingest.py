@@ -146,7 +146,7 @@ class EventIngest:
         if entry.cursor.accept(batch.seq):  # the common case, without ceremony
             if self._apply(source, entry, batch, now_s):
                 return []
-            return self._advance(source, entry, entry.cursor.failed(), now_s)
+            return self._advance(source, entry, Advance(wish=entry.cursor.pending), now_s)
         return self._advance(source, entry, entry.cursor.live(batch), now_s)
 
     def replaying(self, source: SourceId, batches: list[SeqPayload], *, now_s: float) -> list[Effect]:
@@ -190,7 +190,7 @@ class EventIngest:
         What is known to be held is kept from now on only, so that it is never too much.
         """
         entry = self._sources.get(source)
-        if entry is None or entry.aside:
+        if entry is None or entry.aside or entry.restore:
             return []
         self.index.clear(source)
         entry.hole, entry.journal = True, None
@@ -209,9 +209,10 @@ class EventIngest:
     def restore_begins(self, source: SourceId) -> int:
         """A snapshot is there and comes in parts; returns what `restoring` and `restored` know it by."""
         entry = self._sources.get(source)
-        if entry is None:
+        if entry is None or entry.aside:
             return 0
         self.index.clear(source)
+        entry.cursor.lost(0)
         entry.journal = None
         self._num_restores += 1
         entry.restore = self._num_restores
@@ -226,6 +227,7 @@ class EventIngest:
             self.index.extend(source, blocks)
         except IndexFullError:
             entry.restore = 0
+            self.index.clear(source)
             self._set_one_aside()
             return False
         return True
@@ -281,7 +283,8 @@ class EventIngest:
     def _advance(self, source: SourceId, entry: _Source, advance: Advance, now_s: float) -> list[Effect]:
         for batch in advance.apply:
             if not self._apply(source, entry, batch, now_s):
-                advance.wish = entry.cursor.failed().wish
+                advance.wish = entry.cursor.pending
+                break
         if advance.wish is None or entry.aside:
             return []
         if advance.wish is Wish.REPLAY:
@@ -295,6 +298,7 @@ class EventIngest:
             batch = decode_batch(item.payload)
         except EventDecodeError:
             stats.bad += 1
+            entry.cursor.lost(item.seq)
             return False
         if batch.dp_rank is not None and batch.dp_rank != source.dp_rank:
             self.condemn(source, f"batches are tagged dp_rank {batch.dp_rank}, expected {source.dp_rank}")
@@ -305,6 +309,8 @@ class EventIngest:
             self.index.apply(source, batch.events, stats)
         except IndexFullError:
             self._set_one_aside()
+            self.index.clear(source)
+            entry.cursor.lost(0)
             return False
         if entry.hole and (stats.cleared > cleared or item.seq == 0):
             entry.hole = False

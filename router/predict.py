@@ -43,7 +43,8 @@ class Predictor:
     ) -> list[int | None]:
         """Tokens of full pages that each place holds, parallel to `places`; None where hashes don't tell.
 
-        `packed` as of `hashing.pack_tokens`; no more than `limit` tokens count.
+        `packed` as of `hashing.pack_tokens`. Of its tokens only the first `limit` count, as where an engine always
+        computes the last one; a page of pairs needs one token more than it has pairs.
         """
         cached: list[int | None] = [None] * len(places)
         groups: dict[tuple[HashForm, LoraId | None], list[int]] = {}
@@ -56,7 +57,7 @@ class Predictor:
             hasher = self._hasher(form)
             num_pages = hasher.num_pages(packed)
             if limit is not None:
-                num_pages = min(num_pages, max(0, limit) // form.page_size)
+                num_pages = min(num_pages, max(0, limit - form.bigram) // form.page_size)
             columns = [places[i].column for i in members]
             depth = self._index.match(hasher.pages(packed, namespace, num_pages=num_pages), columns)
             for i, column in zip(members, columns, strict=True):

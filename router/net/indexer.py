@@ -150,6 +150,8 @@ class Indexer:
                 continue
             attestor = self.ingest.attestor(entry.source)
             assert attestor is not None
+            if not attestor.form.dynamo and (attestor.has_adapters or query.extra_key is not None):
+                continue  # whose a block is, its hash doesn't tell
             lora_id = None if query.adapter is None else adapters[query.adapter]
             asked.append((entry, Place(self.ingest.column(entry.source), attestor.form, lora_id)))
         found = self._predictor.cached_tokens(

@@ -159,6 +159,7 @@ class _Stream:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
             self._loop.add_reader(self._monitor_fd, self._read_monitor)
+            self._loop.call_soon(self._read_monitor)  # its descriptor, too, wakes only after a first look
         self._socket.connect(subscribe.endpoint)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self.read)

@@ -32,6 +32,37 @@ def test_every_recipe_loads_and_is_complete(recipe: Path) -> None:
         assert Path(path).is_absolute()
 
 
+def test_adapters_that_must_be_loaded_must_fit() -> None:
+    text = GOOD.replace("a: adapters/a", "a: {path: a, placement: everywhere}, c: {path: c, placement: replicas}")
+    text = text.replace("lora: {", "lora: {max_loras_per_batch: 1, max_loaded: 1, ")
+    with pytest.raises(ConfigError, match=r"2 adapters are placed everywhere or by replicas, but lora.max_loaded is 1"):
+        _parse(text)
+
+
+def test_engines_that_cannot_load_take_folders_everywhere_only() -> None:
+    text = GOOD.replace("gpus: 0", "gpus: 0, dp_size: 2")
+    assert _parse(text).workers.dp_size == 2
+    for wrong in ("{path: /a, placement: on_demand}", "hf://org/repo"):
+        with pytest.raises(ConfigError, match=r"adapter 'a' must be a folder, placed everywhere"):
+            _parse(text.replace("a: adapters/a", f"a: {wrong}"))
+
+
+def test_many_adapters_are_loaded_on_demand_and_few_everywhere() -> None:
+    few = _parse(GOOD).lora
+    many = _parse(GOOD.replace("a: adapters/a", ", ".join(f"a{i}: adapters/a{i}" for i in range(9)))).lora
+    assert (few.default_placement, few.capacity) == ("everywhere", 32)
+    assert (many.default_placement, many.capacity) == ("on_demand", 32)
+
+
+def test_sources_elsewhere_stay_as_they_are() -> None:
+    lora = _parse(GOOD.replace("a: adapters/a", "a: {path: 'hf://org/repo@v1', pinned: true}, c: s3://bucket/c")).lora
+    assert {name: one.path for name, one in lora.configured.items()} == {
+        "a": "hf://org/repo@v1",
+        "b": "/abs/b",
+        "c": "s3://bucket/c",
+    }
+
+
 def test_relative_folders_are_resolved_against_the_file() -> None:
     config = _parse(GOOD)
 
@@ -53,7 +84,10 @@ def test_a_hub_id_stays_as_it_is() -> None:
         (("name: demo", "name: Demo!"), "matching regex"),
         (("name: demo", "name: demo\nrouters: {}"), "unknown field `routers`; known here: name, model, workers"),
         (("a: adapters/a", "a: adapters/a, a: adapters/b"), "key 'a' is given twice"),
-        (("a: adapters/a", "m: adapters/a"), "adapter 'm' is named like model.served_name"),
+        (("a: adapters/a", "m: adapters/a"), "adapter 'm' is named like the served model 'm'"),
+        (("a: adapters/a", "A: adapters/a, a: adapters/a"), "name 'a' can't be told from 'A', which is taken"),
+        (("a: adapters/a", "a: {path: x, placement: here}"), "Invalid enum value 'here' - at `lora.adapters"),
+        (("lora: {", "lora: {max_loaded: 4, "), "lora.max_loaded is 4, less than lora.max_loras_per_batch 8"),
         (("a: adapters/a", "'a ': adapters/a"), "name 'a ' must be printable, trimmed"),
         (("a: adapters/a", "'a=b': adapters/a"), "must not hold '='"),
         (("gpus: 0", "gpus: 3"), "workers.gpus is 3, but model.tensor_parallel 1 * workers.dp_size 1 needs 1"),

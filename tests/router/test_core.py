@@ -312,14 +312,21 @@ def test_an_empty_key_is_no_key(fleet: Fleet, empty: str) -> None:
     assert fleet.predicted(request(**{empty: ""})) == {"w0": 16}
 
 
-@pytest.mark.parametrize("fields", [{"adapter": "a"}, {"extra_key": "k"}])
-def test_default_format_promises_nothing_to_namespaces_it_does_not_publish(
-    fleet: Fleet, fields: dict[str, str]
-) -> None:
+def test_default_format_promises_nothing_once_blocks_may_be_of_an_adapter_or_a_key(fleet: Fleet) -> None:
+    fleet.start(report("w0", dynamo_format=False))
+    fleet.store(source("w0"), hashes())
+    assert fleet.predicted() == {"w0": 16}
+    assert fleet.predicted(request(extra_key="k")) == {"w0": None}
+    assert fleet.predicted() == {"w0": None}
+
+
+def test_default_format_promises_nothing_beside_adapters(fleet: Fleet) -> None:
     fleet.start(report("w0", dynamo_format=False))
     fleet.load(holding("w0", "a", A1))
     fleet.store(source("w0"), hashes())
-    assert [fleet.predicted(), fleet.predicted(request(**fields))] == [{"w0": 16}, {"w0": None}]
+    assert [fleet.predicted(), fleet.predicted(request(adapter="a"))] == [{"w0": None}, {"w0": None}]
+    fleet.load()
+    assert fleet.predicted() == {"w0": None}
 
 
 # -- how much is predicted ---------------------------------------------------------------------------------------

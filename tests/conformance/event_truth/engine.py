@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class TruthEngine:
         )
         self.page_size = page_size
         self.bigram = bigram
+        self.dynamo = dynamo
         self._buffer_steps = buffer_steps
         self.endpoint = f"tcp://127.0.0.1:{free_port()}"
         self.replay_endpoint = f"tcp://127.0.0.1:{free_port()}"
@@ -72,6 +74,7 @@ class TruthEngine:
         """The end of a life, without a word to anybody."""
         if self._publisher is not None:
             self._publisher.shutdown()
+            atexit.unregister(self._publisher.shutdown)  # which would take a second for each at the end
             self._publisher = None
 
     def restart(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Self
 
@@ -85,7 +85,7 @@ class TruthWorker:
             for engine in self.engines
         ]
         engine = self.engines[0]
-        self._mirror = Mirror(self.sources, own, HashForm(engine.page_size, bigram=engine.bigram))
+        self._mirror = Mirror(self.sources, own, HashForm(engine.page_size, engine.bigram, engine.dynamo))
 
     async def restart(self, *, told: bool = True) -> None:
         """The engines die and come back on their addresses; a worker tells it by a new incarnation."""
@@ -162,7 +162,9 @@ class TruthWorker:
 class TruthFleet:
     """Workers and one router's write path. `async with`; on the way out, invariants are checked."""
 
-    def __init__(self, *workers: TruthWorker) -> None:
+    def __init__(self, *workers: TruthWorker, adapters: Mapping[str, str] = ADAPTERS) -> None:
+        """`adapters`: what every engine holds, lora_id by name."""
+        self._adapters = dict(adapters)
         self.workers = {worker.worker_id: worker for worker in workers}
         self.core = RouterCore(CostWeights(), rng=random.Random(1))
         self._version = 0
@@ -172,7 +174,7 @@ class TruthFleet:
 
     async def __aenter__(self) -> Self:
         await self.known()
-        self.load(ADAPTERS)
+        self.load(self._adapters)
         for worker in self.workers.values():
             for wire in worker.wires:
                 await asyncio.to_thread(wire.connect)

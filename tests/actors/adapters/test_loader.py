@@ -1,0 +1,274 @@
+"""Claims of actors/adapters/loader.py: an engine comes to hold what it is to hold, and every step is told."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.adapters import loader
+from actors.adapters.entry import Wanted
+from actors.adapters.loader import AdapterLoader
+from actors.adapters.sources import AdapterCache
+from actors.engine.client import EngineError
+from actors.engine.identity import content_id, lora_id
+from router.ids import Incarnation, WorkerId
+from tests.actors.adapters.making import make_adapter
+
+PATIENCE_S = 5.0
+
+
+class FakeEngine:
+    """An engine's control API: notes calls, refuses doubles as SGLang does, fails or hangs where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.loaded: dict[str, str] = {}
+        self.pinned: set[str] = set()
+        #: loads and unloads that fail before one succeeds, by name
+        self.failures: dict[str, int] = {}
+        #: cleared: calls hang
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
+        await self._call("load", name)
+        if name in self.loaded:
+            raise EngineError(f"adapter {name} is loaded already")
+        self.loaded[name] = content_id(Path(path))
+        self.pinned |= {name} if pinned else set()
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        await self._call("unload", name)
+        del self.loaded[name]
+
+    async def _call(self, verb: str, name: str) -> None:
+        self.calls.append(f"{verb} {name}")
+        await self.goes_on.wait()
+        if self.failures.get(name, 0):
+            self.failures[name] -= 1
+            raise EngineError("out of memory")
+
+
+class Bench:
+    """A loader at work on a fake engine, with adapters at hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engine = FakeEngine()
+        #: every state that was told, as "name state"
+        self.told: list[str] = []
+        self.num_changes = 0
+        self._changed = asyncio.Event()
+        self.loader = AdapterLoader(
+            WorkerId("w0"),
+            Incarnation("i0"),
+            self.engine,  # type: ignore[arg-type]  # as much of it as is used
+            AdapterCache(folder / "cache", max_bytes=1 << 30),
+            on_change=self._on_change,
+            unload_s=7.0,
+        )
+
+    def wanted(self, name: str, *, seed: int = 0, pinned: bool = False) -> Wanted:
+        source = make_adapter(self.folder / f"{name}-{seed}", seed=seed)
+        return Wanted(name=name, source=str(source), content_id=content_id(source), pinned=pinned)
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {row.name: row.state.value for row in self.loader.holdings}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Until a change makes `condition` true."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _on_change(self) -> None:
+        self.num_changes += 1
+        self.told += [line for line in (f"{n} {s}" for n, s in self.states.items()) if line not in self.told]
+        self._changed.set()
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    monkeypatch.setattr(loader, "_BACKOFF_S", (0.001, 0.002))
+    bench = Bench(tmp_path)
+    async with running(bench):
+        yield bench
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.ensure_future(bench.loader.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_is_wanted_is_loaded_and_told_with_the_id_that_the_engine_gives_it(bench: Bench) -> None:
+    a, b = bench.wanted("a", seed=1), bench.wanted("b", seed=2, pinned=True)
+
+    bench.loader.assign([a, b])
+    await bench.until(lambda: bench.states == {"a": "loaded", "b": "loaded"})
+
+    assert bench.engine.calls == ["load a", "load b"]
+    assert (bench.engine.loaded, bench.engine.pinned) == ({"a": a.content_id, "b": b.content_id}, {"b"})
+    rows = {row.name: row for row in bench.loader.holdings}
+    for one in (a, b):
+        row = rows[one.name]
+        assert (row.worker_id, row.incarnation, row.content_id) == ("w0", "i0", one.content_id)
+        assert row.lora_id == lora_id(one.name, one.content_id)
+        assert (row.error, row.load_s >= 0) == ("", True)
+
+
+async def test_every_change_is_told(bench: Bench) -> None:
+    bench.loader.assign([bench.wanted("a")])
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+    bench.loader.assign([])
+    await bench.until(lambda: bench.states == {})
+
+    assert bench.told == ["a loading", "a loaded", "a unloading"]
+    assert bench.num_changes == 4
+
+
+async def test_being_told_the_same_again_does_nothing(bench: Bench) -> None:
+    wanted = [bench.wanted("a")]
+    bench.loader.assign(wanted)
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+    bench.loader.assign(wanted)
+    bench.loader.assign([*wanted, bench.wanted("b")])
+    await bench.until(lambda: bench.states == {"a": "loaded", "b": "loaded"})
+
+    assert bench.engine.calls == ["load a", "load b"]
+
+
+async def test_what_is_not_wanted_goes_before_anything_comes(bench: Bench) -> None:
+    bench.loader.assign([bench.wanted("a"), bench.wanted("b")])
+    await bench.until(lambda: bench.states == {"a": "loaded", "b": "loaded"})
+    bench.engine.calls.clear()
+
+    bench.loader.assign([bench.wanted("c"), bench.wanted("d"), bench.wanted("b")])
+    await bench.until(lambda: bench.states == {"b": "loaded", "c": "loaded", "d": "loaded"})
+
+    assert bench.engine.calls == ["unload a", "load c", "load d"]
+
+
+async def test_other_content_is_unloaded_and_then_loaded(bench: Bench) -> None:
+    former, present = bench.wanted("a", seed=1), bench.wanted("a", seed=2)
+    bench.loader.assign([former])
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+
+    bench.loader.assign([present])
+    await bench.until(lambda: [row.content_id for row in bench.loader.holdings] == [present.content_id])
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+
+    assert bench.engine.calls == ["load a", "unload a", "load a"]
+    assert bench.engine.loaded == {"a": present.content_id}
+
+
+async def test_other_content_that_is_wanted_while_one_is_being_loaded_comes_next(bench: Bench) -> None:
+    former, present = bench.wanted("a", seed=1), bench.wanted("a", seed=2)
+    bench.engine.goes_on.clear()
+    bench.loader.assign([former])
+    await bench.until(lambda: bench.states == {"a": "loading"})
+
+    bench.loader.assign([present])
+    bench.engine.goes_on.set()
+    await bench.until(lambda: bench.engine.loaded == {"a": present.content_id} and bench.states == {"a": "loaded"})
+
+    assert {row.content_id for row in bench.loader.holdings} == {present.content_id}
+
+
+async def test_a_load_that_fails_is_told_tried_again_and_holds_up_no_other(bench: Bench) -> None:
+    bench.engine.failures["a"] = 3
+
+    bench.loader.assign([bench.wanted("a"), bench.wanted("b")])
+    await bench.until(lambda: "a failed" in bench.told)
+    assert [row.error for row in bench.loader.holdings if row.state == "failed"] == ["out of memory"]
+    await bench.until(lambda: bench.states == {"a": "loaded", "b": "loaded"})
+
+    assert sorted(bench.engine.calls) == ["load a"] * 4 + ["load b"]
+    assert [row.error for row in bench.loader.holdings] == ["", ""]
+
+
+async def test_a_failure_is_not_tried_again_at_once_though_others_are_assigned(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_BACKOFF_S", (3600.0,))
+    bench.engine.failures["a"] = 1
+    bench.loader.assign([bench.wanted("a")])
+    await bench.until(lambda: bench.states == {"a": "failed"})
+
+    bench.loader.assign([bench.wanted("a"), bench.wanted("b")])
+    await bench.until(lambda: bench.states == {"a": "failed", "b": "loaded"})
+    assert bench.engine.calls == ["load a", "load b"]
+
+    bench.loader.assign([bench.wanted("a", seed=5)])  # other content has not failed yet
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+
+
+async def test_a_source_that_cannot_be_read_is_a_failure_that_heals(bench: Bench) -> None:
+    wanted = bench.wanted("a", seed=3)
+    shutil.rmtree(wanted.source)
+    bench.loader.assign([wanted])
+    await bench.until(lambda: bench.states == {"a": "failed"})
+    assert wanted.source in bench.loader.holdings[0].error
+
+    bench.wanted("a", seed=3)
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+
+
+async def test_a_failure_of_what_is_wanted_no_more_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_BACKOFF_S", (3600.0,))
+    bench.engine.failures["a"] = 1
+    bench.loader.assign([bench.wanted("a")])
+    await bench.until(lambda: bench.states == {"a": "failed"})
+
+    bench.loader.assign([])
+
+    assert bench.states == {}
+
+
+async def test_a_load_that_fails_after_it_was_given_up_leaves_no_row(bench: Bench) -> None:
+    bench.engine.failures["a"] = 1
+    bench.engine.goes_on.clear()
+    bench.loader.assign([bench.wanted("a")])
+    await bench.until(lambda: bench.states == {"a": "loading"})
+
+    bench.loader.assign([])
+    bench.engine.goes_on.set()
+
+    await bench.until(lambda: bench.states == {})
+
+
+async def test_a_load_that_succeeds_after_it_was_given_up_is_unloaded(bench: Bench) -> None:
+    bench.engine.goes_on.clear()
+    bench.loader.assign([bench.wanted("a")])
+    await bench.until(lambda: bench.states == {"a": "loading"})
+
+    bench.loader.assign([])
+    bench.engine.goes_on.set()
+    await bench.until(lambda: bench.states == {})
+
+    assert bench.engine.calls == ["load a", "unload a"]
+
+
+async def test_an_engine_that_does_not_unload_ends_the_run(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    async with running(bench) as run:
+        bench.loader.assign([bench.wanted("a")])
+        await bench.until(lambda: bench.states == {"a": "loaded"})
+        bench.engine.failures["a"] = 1
+
+        bench.loader.assign([])
+
+        with pytest.raises(TimeoutError, match="the engine doesn't unload adapter a: out of memory"):
+            await asyncio.wait_for(asyncio.shield(run), PATIENCE_S)
+        assert bench.states == {"a": "unloading"}

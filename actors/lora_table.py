@@ -182,7 +182,7 @@ class LoraTable:
             self._plan.drop(name, now_s=time.monotonic())
             self._bump()
         held = self._held_by(name)
-        await self._until(lambda: not self._held_by(name), wait_s)
+        await self._until(lambda: not self._held_by(name) or name in self._plan.entries, wait_s)  # or offered again
         left = self._held_by(name)
         return {
             "name": name,
@@ -281,7 +281,8 @@ class LoraTable:
         while not condition():
             changed = self._changed
             try:
-                await asyncio.wait_for(changed.wait(), max(0.0, until_s - time.monotonic()))
+                async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+                    await changed.wait()
             except TimeoutError:
                 return condition()
         return True
@@ -290,6 +291,8 @@ class LoraTable:
         """What every worker that is to hold `name` has made of it, once all have, or after `wait_s`."""
 
         def concluded() -> bool:
+            if name not in self._plan.entries:  # somebody has unloaded it meanwhile
+                return True
             holders, rows = self._plan.holders(name), self._rows(name)
             return bool(holders) and all(w in rows and rows[w].state in _DONE for w in holders)
 

@@ -240,7 +240,8 @@ class Worker:
                 await asyncio.sleep(_RETRY_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(life.changed.wait(), _TABLE_S)
+                async with asyncio.timeout(_TABLE_S):
+                    await life.changed.wait()
 
     async def _follow_assignment(self) -> None:
         """Ask the table what is to be held, and have the present life hold it."""
@@ -267,6 +268,7 @@ class Worker:
 
     async def _pause(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
         except TimeoutError:
             return

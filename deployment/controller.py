@@ -196,7 +196,8 @@ class Controller:
                 await self._sleep(2 * _TICK_S)  # heartbeats tell the routers
                 while time.monotonic() < until_s and await self._router.in_flight.remote(member.worker_id):
                     await self._sleep(_TICK_S)
-                await asyncio.wait_for(member.handle.stop.remote(), _CALL_S)
+                async with asyncio.timeout(_CALL_S):
+                    await member.handle.stop.remote()
         except (ray.exceptions.RayError, TimeoutError) as exc:
             log.warning("worker %s: left without a proper end: %s", member.worker_id, exc)
         cluster.discard(member.handle, member.group)
@@ -207,7 +208,8 @@ class Controller:
 
     async def _forget(self, member: _Member) -> None:
         try:
-            await asyncio.wait_for(self._table.forget.remote(member.worker_id), _CALL_S)
+            async with asyncio.timeout(_CALL_S):
+                await self._table.forget.remote(member.worker_id)
         except (ray.exceptions.RayError, TimeoutError) as exc:
             log.warning("the LoRA table wasn't told that %s is gone: %s", member.worker_id, exc)
 
@@ -312,7 +314,8 @@ class Controller:
 
     async def _sleep(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
         except TimeoutError:
             return
 

@@ -75,7 +75,8 @@ class AdapterLoader:
             times = [at_s for key, (_, at_s) in self._failures.items() if self._is_wanted(*key)]
             pause_s = max(0.0, min(times, default=time.monotonic() + 3600.0) - time.monotonic())
             try:
-                await asyncio.wait_for(self._wake.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

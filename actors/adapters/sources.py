@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from actors.engine.identity import CONFIG_FILE, WEIGHT_FILES, adapter_files, content_id
+from actors.engine.identity import CONFIG_FILE, WEIGHT_FILES, AdapterFilesError, adapter_files, content_id
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,8 @@ class AdapterCache:
                 if expected is not None and (self._folder / expected).is_dir():
                     return self._folder / expected
                 return self._fetch(source, expected)
+        except AdapterFilesError as exc:
+            raise SourceError(str(exc)) from exc
         except OSError as exc:
             raise SourceError(f"{source}: {exc}") from exc
 

@@ -89,7 +89,8 @@ class AdapterGate:
                 self._ask(name, more=False)
                 changed = self._changed
                 try:
-                    await asyncio.wait_for(changed.wait(), _ASK_S)
+                    async with asyncio.timeout(_ASK_S):
+                        await changed.wait()
                 except TimeoutError:
                     continue
         finally:

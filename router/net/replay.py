@@ -41,7 +41,8 @@ async def fetch_replay(
         part: list[SeqPayload] = []
         while True:
             try:
-                frames = await asyncio.wait_for(socket.recv_multipart(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    frames = await socket.recv_multipart()
             except TimeoutError:
                 if not any_came:
                     raise

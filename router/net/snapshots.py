@@ -82,7 +82,8 @@ async def ask_snapshot(context: zmq.asyncio.Context, endpoint: str, source: Sour
         socket.connect(endpoint)
         request = SnapshotRequest(incarnation=source.incarnation, dp_rank=source.dp_rank)
         await socket.send_multipart([b"", _encode(request)])
-        frames = await asyncio.wait_for(socket.recv_multipart(), FETCH_TIMEOUT_S)
+        async with asyncio.timeout(FETCH_TIMEOUT_S):
+            frames = await socket.recv_multipart()
     finally:
         socket.close()
     try:

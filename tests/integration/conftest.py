@@ -15,14 +15,14 @@ from tests.integration.local_fleet import SERVED, LocalFleet
 
 REPLAY_BUFFER = 8
 """Batches that the shared fleet's engines keep: few, so that whoever comes late must take a snapshot."""
-_OWN_FLEET = "test_dp_ranks.py"
+_OWN_FLEET = ("test_dp_ranks.py", "test_many_adapters.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The module with a fleet of its own first: the shared one isn't up yet then, and memory is scarce."""
+    """Modules with a fleet of their own first: the shared one isn't up yet then, and memory is scarce."""
     here = Path(__file__).parent
     places = [at for at, item in enumerate(items) if item.path.parent == here]
-    ours = sorted((items[at] for at in places), key=lambda item: item.path.name != _OWN_FLEET)
+    ours = sorted((items[at] for at in places), key=lambda item: item.path.name not in _OWN_FLEET)
     for at, item in zip(places, ours, strict=True):
         items[at] = item
 
@@ -36,9 +36,15 @@ def tiny_model() -> Path:
 
 
 @pytest.fixture(scope="package")
-def fleet(tiny_model: Path) -> Iterator[LocalFleet]:
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that adapters may be loaded from at run time."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="package")
+def fleet(tiny_model: Path, shelf: Path) -> Iterator[LocalFleet]:
     """Two workers with both adapters, one router. Every test leaves it whole."""
-    fleet = LocalFleet(tiny_model, num_workers=2, replay_buffer=REPLAY_BUFFER)
+    fleet = LocalFleet(tiny_model, num_workers=2, replay_buffer=REPLAY_BUFFER, roots=[shelf])
     fleet.start()
     yield fleet
     fleet.stop()

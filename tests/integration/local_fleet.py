@@ -146,6 +146,9 @@ class LocalFleet(BackgroundLoop):
         engines = self.processes()
         try:
             self.run(self._unmake(), within_s=120)
+        except TimeoutError:
+            self.call(lambda: [task.print_stack() for task in asyncio.all_tasks()])
+            raise
         finally:
             self._context.destroy(linger=0)
             self._folder.cleanup()

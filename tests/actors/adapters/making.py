@@ -1,8 +1,7 @@
-"""Builders for tests of adapters: a tiny Llama's config, PEFT folders that fit it, a desk over them, a fake worker."""
+"""Builders for tests of adapters: a tiny Llama's config, PEFT folders that fit it, a desk over them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from actors.adapters.admission import AdapterDesk, DeskSettings
-from actors.adapters.entry import AdapterConfig, Assignment, Placement, Wanted
-from actors.engine.identity import CONFIG_FILE, WEIGHT_FILES, lora_id
-from actors.lora_table import LoraTable
-from router.ids import Incarnation, WorkerId
-from router.reports import AdapterState, Holding, WorkerFacts
+from actors.adapters.entry import AdapterConfig, Placement
+from actors.engine.identity import CONFIG_FILE, WEIGHT_FILES
 
 RANK: Final = 4
 MODULES: Final = ("q_proj", "v_proj")
@@ -103,64 +99,3 @@ def make_desk(folder: Path, adapters: Mapping[str, AdapterConfig | Path] | None 
         **changes,
     }
     return AdapterDesk(DeskSettings(**settings))
-
-
-class FakeWorker:
-    """A worker as the table sees it: takes its assignment and tells what it holds. Loading is done at once."""
-
-    def __init__(self, table: LoraTable, worker_id: str = "w0", *, capacity: int = 8, slots: int = 8) -> None:
-        self.table = table
-        self.worker_id = WorkerId(worker_id)
-        self.facts: WorkerFacts | None = WorkerFacts(capacity=capacity, slots=slots)
-        #: names whose loading fails here
-        self.failing: set[str] = set()
-        self.assignment = Assignment(epoch="", revision=0)
-        self.held: dict[str, Holding] = {}
-        self._num_lives = 0
-        self.incarnation = Incarnation(f"{worker_id}-0")
-
-    async def tell(self) -> None:
-        """Tell all that is held."""
-        await self.table.tell(self.worker_id, self.incarnation, list(self.held.values()), self.facts)
-
-    async def poll(self, timeout_s: float = 0.0) -> None:
-        """Ask what to hold, hold it, and tell so."""
-        known = self.assignment
-        self.assignment = await self.table.wait_wanted(self.worker_id, known.epoch, known.revision, timeout_s)
-        if self.assignment.revision:
-            self.hold(self.assignment.wanted)
-        await self.tell()
-
-    async def run(self) -> None:
-        """Do so until cancelled."""
-        await self.tell()
-        while True:
-            await self.poll(60.0)
-
-    def hold(self, wanted: Sequence[Wanted]) -> None:
-        """Bring what is held in line, as an engine would."""
-        self.held = {one.name: self.row(one.name, one.content_id) for one in wanted}
-
-    def row(self, name: str, content: str, state: AdapterState | None = None) -> Holding:
-        """A row of this life; loaded, or failed where it is to fail."""
-        failed = state is None and name in self.failing
-        return Holding(
-            worker_id=self.worker_id,
-            incarnation=self.incarnation,
-            lora_id=lora_id(name, content),
-            name=name,
-            content_id=content,
-            state=state or (AdapterState.FAILED if failed else AdapterState.LOADED),
-            error="out of memory" if failed else "",
-        )
-
-    def restart(self) -> None:
-        """Another life that holds nothing."""
-        self._num_lives += 1
-        self.incarnation = Incarnation(f"{self.worker_id}-{self._num_lives}")
-        self.held = {}
-
-
-async def soon(task: asyncio.Future[Any]) -> Any:
-    """The result of what must end by itself now, whatever longest wait it was given."""
-    return await asyncio.wait_for(task, 5.0)

@@ -4,94 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from actors.adapters import loader
-from actors.adapters.entry import Wanted
-from actors.adapters.loader import AdapterLoader
-from actors.adapters.sources import AdapterCache
-from actors.engine.client import EngineError
-from actors.engine.identity import content_id, lora_id
-from router.ids import Incarnation, WorkerId
-from tests.actors.adapters.making import make_adapter
-
-PATIENCE_S = 5.0
-
-
-class FakeEngine:
-    """An engine's control API: notes calls, refuses doubles as SGLang does, fails or hangs where it is told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.loaded: dict[str, str] = {}
-        self.pinned: set[str] = set()
-        #: loads and unloads that fail before one succeeds, by name
-        self.failures: dict[str, int] = {}
-        #: cleared: calls hang
-        self.goes_on = asyncio.Event()
-        self.goes_on.set()
-
-    async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
-        await self._call("load", name)
-        if name in self.loaded:
-            raise EngineError(f"adapter {name} is loaded already")
-        self.loaded[name] = content_id(Path(path))
-        self.pinned |= {name} if pinned else set()
-
-    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        await self._call("unload", name)
-        del self.loaded[name]
-
-    async def _call(self, verb: str, name: str) -> None:
-        self.calls.append(f"{verb} {name}")
-        await self.goes_on.wait()
-        if self.failures.get(name, 0):
-            self.failures[name] -= 1
-            raise EngineError("out of memory")
-
-
-class Bench:
-    """A loader at work on a fake engine, with adapters at hand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.engine = FakeEngine()
-        #: every state that was told, as "name state"
-        self.told: list[str] = []
-        self.num_changes = 0
-        self._changed = asyncio.Event()
-        self.loader = AdapterLoader(
-            WorkerId("w0"),
-            Incarnation("i0"),
-            self.engine,  # type: ignore[arg-type]  # as much of it as is used
-            AdapterCache(folder / "cache", max_bytes=1 << 30),
-            on_change=self._on_change,
-            unload_s=7.0,
-        )
-
-    def wanted(self, name: str, *, seed: int = 0, pinned: bool = False) -> Wanted:
-        source = make_adapter(self.folder / f"{name}-{seed}", seed=seed)
-        return Wanted(name=name, source=str(source), content_id=content_id(source), pinned=pinned)
-
-    @property
-    def states(self) -> dict[str, str]:
-        return {row.name: row.state.value for row in self.loader.holdings}
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Until a change makes `condition` true."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                self._changed.clear()
-                await self._changed.wait()
-
-    def _on_change(self) -> None:
-        self.num_changes += 1
-        self.told += [line for line in (f"{n} {s}" for n, s in self.states.items()) if line not in self.told]
-        self._changed.set()
+from actors.engine.identity import lora_id
+from tests.actors.adapters.bench import PATIENCE_S, Bench, running
 
 
 @pytest.fixture
@@ -100,16 +20,6 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     bench = Bench(tmp_path)
     async with running(bench):
         yield bench
-
-
-@asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.ensure_future(bench.loader.run())
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_what_is_wanted_is_loaded_and_told_with_the_id_that_the_engine_gives_it(bench: Bench) -> None:
@@ -187,14 +97,14 @@ async def test_other_content_that_is_wanted_while_one_is_being_loaded_comes_next
 
 
 async def test_a_load_that_fails_is_told_tried_again_and_holds_up_no_other(bench: Bench) -> None:
-    bench.engine.failures["a"] = 3
+    bench.engine.failures["load a"] = 3
 
     bench.loader.assign([bench.wanted("a"), bench.wanted("b")])
     await bench.until(lambda: "a failed" in bench.told)
     assert [row.error for row in bench.loader.holdings if row.state == "failed"] == ["out of memory"]
     await bench.until(lambda: bench.states == {"a": "loaded", "b": "loaded"})
 
-    assert sorted(bench.engine.calls) == ["load a"] * 4 + ["load b"]
+    assert sorted(call for call in bench.engine.calls if call.startswith("load")) == ["load a"] * 4 + ["load b"]
     assert [row.error for row in bench.loader.holdings] == ["", ""]
 
 
@@ -202,7 +112,7 @@ async def test_a_failure_is_not_tried_again_at_once_though_others_are_assigned(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "_BACKOFF_S", (3600.0,))
-    bench.engine.failures["a"] = 1
+    bench.engine.failures["load a"] = 1
     bench.loader.assign([bench.wanted("a")])
     await bench.until(lambda: bench.states == {"a": "failed"})
 
@@ -227,7 +137,7 @@ async def test_a_source_that_cannot_be_read_is_a_failure_that_heals(bench: Bench
 
 async def test_a_failure_of_what_is_wanted_no_more_is_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_BACKOFF_S", (3600.0,))
-    bench.engine.failures["a"] = 1
+    bench.engine.failures["load a"] = 1
     bench.loader.assign([bench.wanted("a")])
     await bench.until(lambda: bench.states == {"a": "failed"})
 
@@ -237,7 +147,7 @@ async def test_a_failure_of_what_is_wanted_no_more_is_forgotten(bench: Bench, mo
 
 
 async def test_a_load_that_fails_after_it_was_given_up_leaves_no_row(bench: Bench) -> None:
-    bench.engine.failures["a"] = 1
+    bench.engine.failures["load a"] = 1
     bench.engine.goes_on.clear()
     bench.loader.assign([bench.wanted("a")])
     await bench.until(lambda: bench.states == {"a": "loading"})
@@ -265,10 +175,48 @@ async def test_an_engine_that_does_not_unload_ends_the_run(tmp_path: Path) -> No
     async with running(bench) as run:
         bench.loader.assign([bench.wanted("a")])
         await bench.until(lambda: bench.states == {"a": "loaded"})
-        bench.engine.failures["a"] = 1
+        bench.engine.failures["unload a"] = 1
 
         bench.loader.assign([])
 
         with pytest.raises(TimeoutError, match="the engine doesn't unload adapter a: out of memory"):
             await asyncio.wait_for(asyncio.shield(run), PATIENCE_S)
         assert bench.states == {"a": "unloading"}
+
+
+async def test_a_load_whose_answer_is_lost_heals(bench: Bench) -> None:
+    bench.engine.lost = {"a"}
+    bench.loader.assign([bench.wanted("a")])
+
+    await bench.until(lambda: bench.states == {"a": "loaded"})
+
+    assert bench.engine.loaded.keys() == {"a"}
+
+
+async def test_a_load_whose_answer_is_lost_leaves_nothing_once_it_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_BACKOFF_S", (3600.0,))
+    bench.engine.lost = {"a"}
+    bench.loader.assign([bench.wanted("a")])
+    await bench.until(lambda: "a failed" in bench.told)
+
+    bench.loader.assign([bench.wanted("b")])
+    await bench.until(lambda: bench.states == {"b": "loaded"})
+
+    assert bench.engine.loaded.keys() == {"b"}
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+async def test_the_run_ends_when_it_is_cancelled_though_it_is_told_something(tmp_path: Path, num_steps: int) -> None:
+    bench = Bench(tmp_path)
+    async with running(bench) as run:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        bench.loader.assign([])
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+
+        run.cancel()
+
+        assert (await asyncio.wait({run}, timeout=0.5))[0]

@@ -200,5 +200,5 @@ class RandomPlan(RuleBasedStateMachine):
                 assert all(name in p.desired or len(p.desired) == p.capacity for p in plan.places.values())
 
 
-RandomPlan.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RandomPlan.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestRandomPlan = RandomPlan.TestCase

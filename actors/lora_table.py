@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from actors.adapters.admission import AdapterDesk
+from actors.adapters.checks import folded, normal
 from actors.adapters.entry import Assignment, Entry, Placement, Wanted
 from actors.adapters.placement import PlacementPlan
 from router.errors import AdapterRefused
@@ -33,6 +34,8 @@ SILENT_S: Final = 8.0
 LOAD_WAIT_S: Final = 600.0
 """How long a call waits for workers to load or unload."""
 _TICK_S: Final = 0.5
+_ASK_S: Final = 1.0
+"""Pace at which a call repeats its wish for an adapter."""
 _DONE: Final = (AdapterState.LOADED, AdapterState.FAILED)
 
 
@@ -57,7 +60,10 @@ class LoraTable:
         self._settled_s = time.monotonic() + SETTLE_S
         self._opening: asyncio.Task[None] | None = None
         self._ticking: asyncio.Task[None] | None = None
+        #: one change at a time of an adapter, and of all whose names can't be told from its
         self._locks: dict[str, asyncio.Lock] = {}
+        #: workers that joined before the catalogue was read
+        self._facts: dict[WorkerId, WorkerFacts] = {}
 
     def __repr__(self) -> str:
         return f"LoraTable(version {self._version}, {len(self._plan.entries)} adapters)"
@@ -72,9 +78,14 @@ class LoraTable:
         now_s = self._told_s[worker_id] = time.monotonic()
         told, before = (incarnation, tuple(holdings)), self._holdings.get(worker_id)
         joins = facts is not None and (worker_id not in self._plan.places or before is None or before[0] != incarnation)
+        left = facts is None and worker_id in self._plan.places
         if before != told:
             self._holdings[worker_id] = told
-        if facts is None:
+        if not self._is_open:
+            self._facts.pop(worker_id, None)
+            if facts is not None:
+                self._facts[worker_id] = facts
+        elif facts is None:
             self._plan.leave(worker_id, now_s=now_s)
         elif joins:
             held = [row.name for row in holdings if row.state is AdapterState.LOADED]
@@ -82,7 +93,7 @@ class LoraTable:
         for row in holdings:
             if row.state in _DONE and self._is_current(row):
                 self._plan.concluded(worker_id, row.name, now_s=now_s)
-        if before != told or joins:
+        if before != told or joins or left:
             self._bump()
         return TableVersion(epoch=self._epoch, version=self._version)
 
@@ -132,6 +143,8 @@ class LoraTable:
         rows = [row for _, told in self._holdings.values() for row in told if row.name == name and self._is_wanted(row)]
         holders = self._plan.holders(name)
         failed = len(rows) >= len(holders) and all(row.state is AdapterState.FAILED for row in rows)
+        if failed and holders:
+            preferred = self._plan.give_up(name, holders[-1], preferred)
         self._plan.want(name, preferred, waiting=waiting, more=more or failed, now_s=time.monotonic())
         self._bump_if_reassigned()
 
@@ -157,6 +170,7 @@ class LoraTable:
         """
         self._open()
         await self._opened()
+        name = normal(name)
         async with self._lock(name):
             entry = await self._desk.admit(
                 name,
@@ -169,13 +183,13 @@ class LoraTable:
             await self._desk.keep(entry)
             self._put(entry)
         if entry.placement is Placement.ON_DEMAND:
-            self._plan.want(entry.name, (), waiting=1, more=False, now_s=time.monotonic())
-            self._bump_if_reassigned()
-        return await self._report(entry.name, wait_s)
+            await self.want(entry.name, [], 1, more=False)
+        return await self._report(entry.name, wait_s, ask=True)
 
     async def unload(self, name: str, *, wait_s: float = LOAD_WAIT_S) -> dict[str, Any]:
         """Offer the adapter no more; requests that run on it finish. Raises AdapterRefused if it isn't offered."""
         await self._opened()
+        name = normal(name)
         async with self._lock(name):
             self._entry(name)
             await self._desk.remove(name)
@@ -193,6 +207,7 @@ class LoraTable:
     async def reload(self, name: str, *, wait_s: float = LOAD_WAIT_S) -> dict[str, Any]:
         """Read the adapter's source again; other content is loaded in place of the former. Raises AdapterRefused."""
         await self._opened()
+        name = normal(name)
         async with self._lock(name):
             former = self._entry(name)
             entry = await self._desk.read_again(former)
@@ -204,6 +219,7 @@ class LoraTable:
     async def pin(self, name: str, *, pinned: bool) -> dict[str, Any]:
         """Keep it where it is loaded, or no longer. Raises AdapterRefused."""
         await self._opened()
+        name = normal(name)
         async with self._lock(name):
             entry = msgspec.structs.replace(self._entry(name), pinned=pinned)
             await self._desk.keep(entry)
@@ -242,6 +258,10 @@ class LoraTable:
             self._opening = asyncio.ensure_future(self._read_catalogue())
             self._ticking = asyncio.ensure_future(self._tick())
 
+    @property
+    def _is_open(self) -> bool:
+        return self._opening is not None and self._opening.done()
+
     async def _opened(self) -> None:
         self._open()
         assert self._opening is not None
@@ -256,6 +276,10 @@ class LoraTable:
                 self._bump()
             else:
                 self._put(entry)
+        for worker_id, facts in self._facts.items():
+            held = [row.name for row in self._holdings[worker_id][1] if row.state is AdapterState.LOADED]
+            self._plan.join(worker_id, capacity=facts.capacity, slots=facts.slots, held=held, now_s=time.monotonic())
+        self._bump()
 
     async def _tick(self) -> None:
         while True:
@@ -287,16 +311,24 @@ class LoraTable:
                 return condition()
         return True
 
-    async def _report(self, name: str, wait_s: float) -> dict[str, Any]:
-        """What every worker that is to hold `name` has made of it, once all have, or after `wait_s`."""
+    async def _report(self, name: str, wait_s: float, *, ask: bool = False) -> dict[str, Any]:
+        """What every worker that is to hold `name` has made of it, once all have, or after `wait_s`.
+
+        `ask`: as a request that waits for it, so that somebody gets it.
+        """
 
         def concluded() -> bool:
-            if name not in self._plan.entries:  # somebody has unloaded it meanwhile
-                return True
             holders, rows = self._plan.holders(name), self._rows(name)
+            if not holders and (name not in self._plan.entries or not ask):
+                return True
             return bool(holders) and all(w in rows and rows[w].state in _DONE for w in holders)
 
-        await self._until(concluded, wait_s)
+        until_s = time.monotonic() + wait_s
+        while not concluded() and (left_s := until_s - time.monotonic()) > 0:
+            if ask and not self._plan.holders(name):
+                self._plan.want(name, (), waiting=1, more=False, now_s=time.monotonic())
+                self._bump_if_reassigned()
+            await self._until(concluded, min(left_s, _ASK_S))
         entry, rows = self._plan.entries.get(name), self._rows(name)
         results = {}
         for worker_id in sorted(self._plan.holders(name)):
@@ -353,7 +385,7 @@ class LoraTable:
         return {w: row for w, (_, told) in self._holdings.items() for row in told if row.name == name}
 
     def _lock(self, name: str) -> asyncio.Lock:
-        return self._locks.setdefault(name, asyncio.Lock())
+        return self._locks.setdefault(folded(name), asyncio.Lock())
 
     def _bump_if_reassigned(self) -> None:
         if self._reassign():
@@ -369,13 +401,23 @@ class LoraTable:
         """Bring assignments up to the plan; True if any changed."""
         changed = False
         for worker_id, place in self._plan.places.items():
-            wanted = tuple(_wanted(self._plan.entries[name]) for name in place.desired)
-            known = self._assignments.get(worker_id)
-            if known is None or known.wanted != wanted:
-                self._revision += 1
-                self._assignments[worker_id] = Assignment(epoch=self._epoch, revision=self._revision, wanted=wanted)
-                changed = True
+            changed |= self._assign(worker_id, tuple(_wanted(self._plan.entries[name]) for name in place.desired))
+        for worker_id in self._assignments.keys() - self._plan.places.keys():  # it is away, and may come back
+            known = self._assignments[worker_id]
+            changed |= self._assign(worker_id, tuple(one for one in known.wanted if self._is_offered(one)))
         return changed
+
+    def _assign(self, worker_id: WorkerId, wanted: tuple[Wanted, ...]) -> bool:
+        known = self._assignments.get(worker_id)
+        if known is not None and known.wanted == wanted:
+            return False
+        self._revision += 1
+        self._assignments[worker_id] = Assignment(epoch=self._epoch, revision=self._revision, wanted=wanted)
+        return True
+
+    def _is_offered(self, one: Wanted) -> bool:
+        entry = self._plan.entries.get(one.name)
+        return entry is not None and entry.content_id == one.content_id
 
 
 def _wanted(entry: Entry) -> Wanted:

@@ -15,7 +15,14 @@ from typing import Final
 import msgspec
 
 from actors.adapters.catalogue import CatalogueFile, Changes
-from actors.adapters.checks import AdapterRejectedError, BaseModel, check_adapter, check_name, read_base_model
+from actors.adapters.checks import (
+    AdapterRejectedError,
+    BaseModel,
+    check_adapter,
+    check_name,
+    normal,
+    read_base_model,
+)
 from actors.adapters.entry import AdapterConfig, Entry, Placement
 from actors.adapters.sources import AdapterCache, SourceError, check_allowed
 from router.errors import AdapterRefused
@@ -50,7 +57,11 @@ class AdapterDesk:
     """Lives on the table's loop."""
 
     def __init__(self, settings: DeskSettings) -> None:
+        configured = {normal(name): one for name, one in settings.configured.items()}
+        settings = msgspec.structs.replace(settings, configured=configured)
         self._settings = settings
+        #: one change of the file at a time
+        self._writing = asyncio.Lock()
         self._cache = AdapterCache(Path(settings.cache_dir).expanduser(), max_bytes=int(settings.cache_gb * 1e9))
         self._file = CatalogueFile(Path(settings.state_file).expanduser() if settings.state_file else None)
         self._changes = _MISSING
@@ -118,7 +129,7 @@ class AdapterDesk:
                 f"adapter {name!r} is offered already, from {known.source} with content {known.content_id[:12]}; "
                 "reload it if its files have changed, or unload it first"
             )
-        return entry
+        return known or entry
 
     async def read_again(self, entry: Entry) -> Entry:
         """The entry with what its source holds now. Raises AdapterRefused."""
@@ -131,17 +142,19 @@ class AdapterDesk:
 
     async def keep(self, entry: Entry) -> None:
         """Make an entry durable."""
-        removed = [name for name in self._changes.removed if name != entry.name]
-        entries = {**self._changes.entries, entry.name: entry}
-        await self._write(msgspec.structs.replace(self._changes, entries=entries, removed=removed))
+        async with self._writing:
+            removed = [name for name in self._changes.removed if name != entry.name]
+            entries = {**self._changes.entries, entry.name: entry}
+            await self._write(msgspec.structs.replace(self._changes, entries=entries, removed=removed))
 
     async def remove(self, name: str) -> None:
         """Make its removal durable. Raises AdapterRefused where nothing can be removed."""
         if self._settings.fixed:
             raise AdapterRefused("engines with workers.dp_size above 1 can't unload adapters; configure fewer")
-        entries = {other: entry for other, entry in self._changes.entries.items() if other != name}
-        removed = [*self._changes.removed, name] if name in self._settings.configured else self._changes.removed
-        await self._write(msgspec.structs.replace(self._changes, entries=entries, removed=removed))
+        async with self._writing:
+            entries = {other: entry for other, entry in self._changes.entries.items() if other != name}
+            removed = [*self._changes.removed, name] if name in self._settings.configured else self._changes.removed
+            await self._write(msgspec.structs.replace(self._changes, entries=entries, removed=removed))
 
     async def _write(self, changes: Changes) -> None:
         try:

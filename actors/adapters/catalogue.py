@@ -46,8 +46,12 @@ class CatalogueFile:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(msgspec.json.encode(changes))
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(scratch).replace(self._path)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(msgspec.json.encode(changes))
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(scratch).replace(self._path)
+        except OSError:
+            Path(scratch).unlink(missing_ok=True)
+            raise

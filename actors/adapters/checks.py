@@ -7,6 +7,7 @@ safetensors format, Hugging Face configuration keys of Llama-like models.
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping
@@ -40,19 +41,29 @@ class BaseModel:
 
 def check_name(name: str, *, served_name: str, taken: Collection[str] = ()) -> str:
     """The name in its normal form. Raises AdapterRejectedError."""
-    normal = unicodedata.normalize("NFC", name)
-    if not normal or not normal.isprintable() or normal != normal.strip() or len(normal) > MAX_NAME_LENGTH:
+    name = normal(name)
+    if not name or not name.isprintable() or name != name.strip() or len(name) > MAX_NAME_LENGTH:
         raise AdapterRejectedError(
             f"name {name!r} must be printable, trimmed, and 1 to {MAX_NAME_LENGTH} characters long"
         )
-    if "=" in normal:
+    if "=" in name:
         raise AdapterRejectedError(f"name {name!r} must not hold '=': SGLang splits name=path there")
-    if normal == served_name or normal.startswith(f"{served_name}:"):
+    if name == served_name or name.startswith(f"{served_name}:"):
         raise AdapterRejectedError(f"adapter {name!r} is named like the served model {served_name!r}; rename it")
     for other in taken:
-        if other != normal and unicodedata.normalize("NFKC", other).casefold() == _folded(normal):
+        if other != name and folded(other) == folded(name):
             raise AdapterRejectedError(f"name {name!r} can't be told from {other!r}, which is taken")
-    return normal
+    return name
+
+
+def normal(name: str) -> str:
+    """The form under which a name is kept: however it was typed, it is the same."""
+    return unicodedata.normalize("NFC", name)
+
+
+def folded(name: str) -> str:
+    """Equal for names that people can't tell apart."""
+    return unicodedata.normalize("NFKC", name).casefold()
 
 
 def read_base_model(config_file: Path) -> BaseModel:
@@ -107,7 +118,7 @@ def _check_config(file: Path, *, max_rank: int, target_modules: Collection[str])
     """Rank, and modules that it names (None: a pattern)."""
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise AdapterRejectedError(f"{CONFIG_FILE} can't be read: {exc}") from exc
     if not isinstance(config, dict):
         raise AdapterRejectedError(f"{CONFIG_FILE} isn't an object")
@@ -123,6 +134,8 @@ def _check_config(file: Path, *, max_rank: int, target_modules: Collection[str])
     named = config.get("target_modules")
     if isinstance(named, str) or named is None:
         return rank, None
+    if not isinstance(named, list):
+        raise AdapterRejectedError(f"its target_modules are {named!r}, neither a list nor a pattern")
     modules = {str(module).rsplit(".", 1)[-1] for module in named}
     missing = sorted(modules - set(target_modules)) if "all" not in target_modules else []
     if missing:
@@ -140,12 +153,17 @@ def _header(length: bytes, read: Any) -> dict[str, Any]:
             raise ValueError(f"a header of {size} bytes")
         header = json.loads(read(size))
         header.pop("__metadata__", None)
-        for tensor in header.values():
+        at = 0
+        for tensor in sorted(header.values(), key=lambda tensor: tensor["data_offsets"]):
             begin, end = tensor["data_offsets"]
-            if not 0 <= begin <= end or not all(isinstance(side, int) and side >= 0 for side in tensor["shape"]):
+            numbers = [begin, end, *tensor["shape"]]
+            if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or begin != at:
                 raise ValueError(f"a tensor {tensor}")
+            if not isinstance(tensor["dtype"], str):
+                raise ValueError(f"a tensor {tensor}")
+            at = end
         return dict(header)
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise AdapterRejectedError(f"adapter_model.safetensors is damaged: {exc}") from exc
 
 
@@ -179,10 +197,12 @@ def _check_finite(key: str, tensor: Mapping[str, Any], read: Any) -> None:
         raise AdapterRejectedError(f"weight {key!r} is {tensor['dtype']}, only {', '.join(_EXPONENTS)} can be served")
     words, exponent = _EXPONENTS[tensor["dtype"]]
     left = tensor["data_offsets"][1] - tensor["data_offsets"][0]
-    if left != int(np.prod(tensor["shape"])) * np.dtype(words).itemsize:
+    if left != math.prod(tensor["shape"]) * np.dtype(words).itemsize:
         raise AdapterRejectedError(f"weight {key!r} has {left} bytes for shape {tensor['shape']}")
     for chunk in _chunks(read, left):
         left -= len(chunk)
+        if len(chunk) % np.dtype(words).itemsize:
+            break
         values = np.frombuffer(chunk, words)
         if ((values & exponent) == exponent).any():
             raise AdapterRejectedError(f"weight {key!r} holds an infinity or NaN")
@@ -194,7 +214,3 @@ def _chunks(read: Any, size: int) -> Iterator[bytes]:
     while size > 0 and (chunk := read(min(size, _READ_BYTES))):
         size -= len(chunk)
         yield chunk
-
-
-def _folded(name: str) -> str:
-    return unicodedata.normalize("NFKC", name).casefold()

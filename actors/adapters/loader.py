@@ -6,6 +6,7 @@ One step after the other, as the engine itself does them. What is held, and what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,8 @@ class AdapterLoader:
         self._rows: dict[str, Holding] = {}
         #: by (name, content id): failures in a row, and when to try again
         self._failures: dict[tuple[str, str], tuple[int, float]] = {}
+        #: adapters that a load has failed for, and that the engine may hold all the same: its answer can get lost
+        self._unsure: set[str] = set()
         self._wake = asyncio.Event()
 
     @property
@@ -87,6 +90,10 @@ class AdapterLoader:
                 await self._unload(row)
                 return True
         now_s = time.monotonic()
+        for name in [name for name in self._unsure if self._is_due(name, now_s)]:
+            self._unsure.discard(name)
+            with contextlib.suppress(EngineError):  # it says that it doesn't hold it
+                await self._client.unload_adapter(name, timeout_s=self._unload_s)
         for one in self._wanted.values():
             held = self._rows.get(one.name)
             if held is not None and (held.content_id, held.state) == (one.content_id, AdapterState.LOADED):
@@ -103,6 +110,11 @@ class AdapterLoader:
             folder = await asyncio.to_thread(self._cache.fetch, one.source, one.content_id)
             await self._client.load_adapter(one.name, str(folder), pinned=one.pinned)
         except (SourceError, EngineError) as exc:
+            if isinstance(exc, EngineError):
+                self._unsure.add(one.name)
+            if one.name not in self._wanted:
+                self._forget(one.name)
+                return
             key = (one.name, one.content_id)
             count = self._failures.get(key, (0, 0.0))[0] + 1
             self._failures[key] = (count, time.monotonic() + _BACKOFF_S[min(count, len(_BACKOFF_S)) - 1])
@@ -125,6 +137,11 @@ class AdapterLoader:
         self._rows.pop(name, None)
         self._failures = {key: failure for key, failure in self._failures.items() if self._is_wanted(*key)}
         self._on_change()
+
+    def _is_due(self, name: str, now_s: float) -> bool:
+        """Whether a failed load is to be tried again, or is to be cleaned up after."""
+        wanted = self._wanted.get(name)
+        return wanted is None or self._failures.get((name, wanted.content_id), (0, 0.0))[1] <= now_s
 
     def _is_wanted(self, name: str, content_id: str) -> bool:
         return name in self._wanted and self._wanted[name].content_id == content_id

@@ -64,7 +64,7 @@ class PlacementPlan:
     def join(self, worker_id: WorkerId, *, capacity: int, slots: int, held: Collection[str], now_s: float) -> None:
         """A worker, or another life of it. What it holds already it may keep."""
         known = self.places.get(worker_id)
-        desired: dict[str, float | None] = {name: now_s for name in held if name in self.entries}
+        desired: dict[str, float | None] = {name: now_s for name in held if self._may_keep(worker_id, name)}
         if known is not None:
             desired = dict.fromkeys(known.desired) | desired
         for name in self._former.pop(worker_id, ()):
@@ -91,6 +91,7 @@ class PlacementPlan:
         self.entries.pop(name, None)
         self._wishes.pop(name, None)
         self._uses.pop(name, None)
+        self._former = {w: tuple(one for one in names if one != name) for w, names in self._former.items()}
         for place in self.places.values():
             place.desired.pop(name, None)
         self.settle(now_s=now_s)
@@ -110,6 +111,15 @@ class PlacementPlan:
         if place is not None and name in place.desired and place.desired[name] is None:
             place.desired[name] = now_s
             self.settle(now_s=now_s)
+
+    def give_up(self, name: str, worker_id: WorkerId, preferred: Sequence[WorkerId]) -> list[WorkerId]:
+        """A holder that failed makes way where no more may hold it; returns `preferred` without it."""
+        entry = self.entries.get(name)
+        elsewhere = any(name not in place.desired for place in self.places.values())
+        if entry is None or len(self.holders(name)) < self._most(entry) or not elsewhere:
+            return list(preferred)
+        self.places[worker_id].desired.pop(name, None)
+        return [one for one in preferred if one != worker_id]
 
     def reopen(self, name: str) -> None:
         """The adapter has other weights now: every holder is to load it again."""
@@ -168,13 +178,13 @@ class PlacementPlan:
                 return
 
     def _trim(self, entry: Entry) -> None:
-        for worker_id in self.holders(entry.name)[entry.replicas :]:
+        holders = sorted(self.holders(entry.name), key=lambda w: self.places[w].desired[entry.name] is None)
+        for worker_id in holders[entry.replicas :]:
             del self.places[worker_id].desired[entry.name]
 
     def _grant(self, name: str, wish: _Wish, now_s: float) -> bool:
         entry = self.entries[name]
-        limit = entry.max_replicas if entry.max_replicas is not None else len(self.places)
-        if len(self.holders(name)) >= max(1, limit):
+        if len(self.holders(name)) >= min(self._most(entry), max(1, len(self.places))):
             return True
         return self._place(entry, wish.preferred, now_s)
 
@@ -182,11 +192,11 @@ class PlacementPlan:
         """Give one more worker the adapter. False: nobody has room, or can make any."""
         rank = {worker_id: i for i, worker_id in enumerate(preferred)}
         possible = [
-            (self._price(place, now_s), rank.get(worker_id, len(rank)), worker_id)
+            (self._price(place, now_s), rank.get(worker_id, len(rank)), len(place.desired), worker_id)
             for worker_id, place in self.places.items()
             if entry.name not in place.desired
         ]
-        for price, _, worker_id in sorted(possible, key=lambda p: (p[0] is None, p[0] or (0, 0.0), p[1])):
+        for price, _, _, worker_id in sorted(possible, key=lambda p: (p[0] is None, p[0] or (0, 0.0), p[1], p[2])):
             if price is None:
                 return False
             place = self.places[worker_id]
@@ -198,6 +208,22 @@ class PlacementPlan:
             place.desired[entry.name] = None
             return True
         return False
+
+    def _may_keep(self, worker_id: WorkerId, name: str) -> bool:
+        """Whether a worker that comes with an adapter isn't one too many; `settle` trims replicas, loaded ones last."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return False
+        others = [other for other in self.holders(name) if other != worker_id]
+        return entry.placement is Placement.REPLICAS or len(others) < self._most(entry)
+
+    def _most(self, entry: Entry) -> int:
+        """Workers that may hold it."""
+        if entry.placement is Placement.REPLICAS:
+            return entry.replicas
+        if entry.placement is Placement.ON_DEMAND and entry.max_replicas is not None:
+            return max(entry.max_replicas, entry.replicas)
+        return max(1, len(self.places))
 
     def _price(self, place: Place, now_s: float) -> tuple[int, float] | None:
         """What one adapter more costs here: slots lacking, then the uses of what must go for it. None: no room."""

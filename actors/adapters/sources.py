@@ -8,6 +8,7 @@ the others wait. Least recently used contents go when the cache is over its size
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -34,17 +35,32 @@ class SourceError(ValueError):
 
 def check_allowed(source: str, roots: Sequence[str]) -> None:
     """Raise SourceError unless `source` lies under one of `roots` (folders or URI prefixes), links followed."""
+    try:
+        allowed = _is_allowed(source, roots)
+    except (ValueError, RuntimeError, OSError) as exc:  # no URI, a user's home that isn't there, a byte no path holds
+        raise SourceError(f"{source!r} can't be read: {exc}") from exc
+    if not allowed:
+        listed = ", ".join(roots) or "none"
+        raise SourceError(
+            f"{source} lies under none of the folders and URIs in lora.roots ({listed}); add its parent there"
+        )
+
+
+def _is_allowed(source: str, roots: Sequence[str]) -> bool:
     local = local_path(source)
     for root in roots:
         root_path = local_path(root)
-        if local is not None and root_path is not None and local.resolve().is_relative_to(root_path.resolve()):
-            return
-        if local is None and root_path is None and _is_under(source, root):
-            return
-    listed = ", ".join(roots) or "none"
-    raise SourceError(
-        f"{source} lies under none of the folders and URIs in lora.roots ({listed}); add its parent there"
-    )
+        if local is not None and root_path is not None:
+            if all(path.resolve().is_relative_to(root_path.resolve()) for path in (local, *_parts(local))):
+                return True
+        elif local is None and root_path is None and _is_under(source, root):
+            return True
+    return False
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The adapter's files: a link among them may lead elsewhere than their folder."""
+    return [folder / name for name in (CONFIG_FILE, *WEIGHT_FILES)]
 
 
 def local_path(source: str) -> Path | None:
@@ -72,19 +88,28 @@ class AdapterCache:
         Raises:
             SourceError: it can't be read, isn't an adapter, or has another content than `expected`.
         """
-        if expected is not None and (self._folder / expected).is_dir():
-            os.utime(self._folder / expected)
-            return self._folder / expected
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if expected is not None and self._has(expected):
+                return self._folder / expected
             with self._locked(source):
-                if expected is not None and (self._folder / expected).is_dir():
+                if expected is not None and self._has(expected):
                     return self._folder / expected
                 return self._fetch(source, expected)
+        except SourceError:
+            raise
         except AdapterFilesError as exc:
             raise SourceError(str(exc)) from exc
-        except OSError as exc:
-            raise SourceError(f"{source}: {exc}") from exc
+        except (OSError, ValueError, RuntimeError) as exc:
+            raise SourceError(f"{source!r} can't be read: {exc}") from exc
+
+    def _has(self, content: str) -> bool:
+        """Whether it is here; it then counts as used now."""
+        folder = self._folder / content
+        if not folder.is_dir():
+            return False
+        os.utime(folder)
+        return True
 
     def _fetch(self, source: str, expected: str | None) -> Path:
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=self._folder) as scratch:
@@ -96,8 +121,11 @@ class AdapterCache:
             if expected is not None and content != expected:
                 raise SourceError(f"{source} has changed: content {content[:12]} instead of {expected[:12]}; reload it")
             target = self._folder / content
+            if not self._has(content):
+                with contextlib.suppress(OSError):  # another source of the same content was faster
+                    got.rename(target)
             if not target.is_dir():
-                got.rename(target)
+                raise SourceError(f"{source}: {target} can't be made")
         self._prune(keep=target)
         return target
 
@@ -110,7 +138,9 @@ class AdapterCache:
             if total <= self._max_bytes:
                 return
             if path != keep:
-                shutil.rmtree(path, ignore_errors=True)
+                doomed = self._folder / f"{_SCRATCH}{path.name}"
+                path.rename(doomed)  # at once, so that nobody sees half of it
+                shutil.rmtree(doomed, ignore_errors=True)
                 total -= sizes[path]
 
     @contextmanager
@@ -180,6 +210,6 @@ def _download_any(source: str, folder: Path) -> None:
 def _is_under(source: str, root: str) -> bool:
     """Whether a URI lies under another, `..` refused."""
     ours, theirs = urlsplit(source), urlsplit(root)
-    path, base = PurePosixPath(ours.path or "/"), PurePosixPath(theirs.path or "/")
+    path, base = PurePosixPath(unquote(ours.path) or "/"), PurePosixPath(theirs.path or "/")
     same = (ours.scheme, ours.netloc) == (theirs.scheme, theirs.netloc)
     return same and ".." not in path.parts and path.is_relative_to(base)

@@ -26,6 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+_ADAPTER_ACTIONS = {
+    "unload": "offer it no more; running requests finish",
+    "reload": "read its source again",
+    "pin": "never unload it to make room",
+    "unpin": "let it be unloaded again",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deployment", description="LoRA serving on Ray with SGLang")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more, and show tracebacks")
@@ -59,6 +67,28 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--messages", metavar="FILE", help="JSON list of chat messages")
     route.add_argument("--json", action="store_true")
     route.set_defaults(command="status:route")
+
+    adapters = commands.add_parser("adapters", help="the catalogue of adapters of a running deployment")
+    actions = adapters.add_subparsers(required=True, dest="action", metavar="ACTION")
+    listing = actions.add_parser("list", help="all of them, and where they are")
+    where = actions.add_parser("where", help="one of them")
+    load = actions.add_parser("load", help="offer an adapter and load it")
+    others = [actions.add_parser(action, help=text) for action, text in _ADAPTER_ACTIONS.items()]
+    for action in (where, load, *others):
+        action.add_argument("adapter", metavar="NAME")
+    load.add_argument("source", help="folder, file://, hf://org/repo[@revision][/folder], or a URI that fsspec reads")
+    load.add_argument("--placement", choices=["everywhere", "replicas", "on_demand"])
+    load.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="workers that hold it (default: %(default)s)"
+    )
+    load.add_argument("--pinned", action="store_true", help="never unload it to make room")
+    for action in (listing, where, load, *others):
+        action.add_argument("--json", action="store_true")
+        action.add_argument("--url", help="the router; default: that of the running deployment")
+        action.add_argument("--api-key", help="the router's API key, if it has one")
+        action.add_argument("--name", help="deployment; default: the only one")
+        action.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+        action.set_defaults(command="adapters")
 
     audit = commands.add_parser("audit", help="compare the router's index with the workers' mirrors and the engines")
     audit.add_argument("--json", action="store_true")

@@ -63,10 +63,19 @@ class RouterError(RuntimeError):
 
 def post(url: str, body: dict[str, Any], *, api_key: str | None = None, timeout_s: float = _CALL_S) -> dict[str, Any]:
     """POST JSON to a router. Raises RouterError."""
+    return _ask(url, json.dumps(body).encode(), api_key, timeout_s)
+
+
+def get(url: str, *, api_key: str | None = None, timeout_s: float = _CALL_S) -> dict[str, Any]:
+    """GET JSON from a router. Raises RouterError."""
+    return _ask(url, None, api_key, timeout_s)
+
+
+def _ask(url: str, data: bytes | None, api_key: str | None, timeout_s: float) -> dict[str, Any]:
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return dict(json.load(answer))

@@ -286,9 +286,10 @@ class RouterCore:
         ready = sum(record.report.state is WorkerState.READY for record in self.workers.values())
         if not ready:
             return NoCapacity(f"none of {len(self.workers)} workers is ready")
-        if request.exclude:
+        others = [target for target in self._roster.routable if target.source.worker_id not in request.exclude]
+        if request.exclude and not (others and request.adapter):
             return NoCapacity(f"{len(request.exclude)} workers failed this request and none is left")
-        return AdapterNotHeld(f"adapter {request.adapter!r} is not loaded on any of {ready} ready workers yet")
+        return AdapterNotHeld(f"adapter {request.adapter!r} is not loaded on any of {len(others)} ready workers yet")
 
 
 def _reason(num_tokens: int | None, chosen: int | None, predicted: Sequence[int | None], state: SourceState) -> Reason:

@@ -19,7 +19,7 @@ from router.ids import WorkerId
 
 HALF_LIFE_S: Final = 120.0
 """After so long, a use counts half."""
-STAY_S: Final = 1.0
+STAY_S: Final = 2.0
 """An adapter stays so long once it is loaded: whoever waited for it shall be served by it."""
 WAIT_S: Final = 5.0
 """A wish that isn't repeated is given up after so long: its requests are gone."""

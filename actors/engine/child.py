@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 TAIL_LINES: Final = 60
 """Lines of output that an error about the engine shows."""
+_KEEP_ALIVE_S: Final = 120
+"""Longer than routers keep idle connections (router/net/dispatch.py): SGLang's own 5 s would cut requests on their way."""
 _LINE_BYTES: Final = 1 << 20
 _ENTRY_POINTS: Final = """\
 [sglang.srt.platforms]
@@ -80,6 +82,7 @@ class EngineProcess:
             API_KEY_ENV: self._api_key,
             PARENT_ENV: str(os.getpid()),
             DP_RANK_ENV: str(self._spec.first_dp_rank),
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(_KEEP_ALIVE_S),
         }
         if self._spec.cpu_cores:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, self._spec.cpu_cores))

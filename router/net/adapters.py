@@ -1,6 +1,6 @@
 """Requests for adapters that no worker holds yet: they wait here while the LoRA table has one loaded.
 
-The table is asked only then, and never by a request that can be served: who uses what is told to it once a second.
+The table is asked only then, and never by a request that can be served: what is used is told to it at a pace.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Protocol
 
 from router.core import RouterCore
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _ASK_S: Final = 0.5
 """A wish is repeated at this pace; the table forgets one that isn't."""
-_TELL_S: Final = 1.0
+_TELL_S: Final = 0.25
 _FAILED_S: Final = 5.0
 """Where every load has failed, requests still wait so long for one that succeeds."""
 
@@ -63,8 +63,8 @@ class AdapterGate:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait(self, name: str) -> None:
-        """Until a ready worker holds the adapter.
+    async def wait(self, name: str, exclude: Collection[WorkerId] = ()) -> None:
+        """Until a ready worker holds the adapter, other than those of `exclude`.
 
         Raises:
             AdapterUnavailable: none does within `wait_s`, or all that tried have failed.
@@ -74,7 +74,7 @@ class AdapterGate:
         failed_s: float | None = None
         self.waiting[name] += 1
         try:
-            while not self._is_held(name):
+            while not self._is_held(name, exclude):
                 now_s = time.monotonic()
                 if name not in self._core.table.names:
                     raise UnknownModel(f"adapter {name!r} was unloaded; GET /v1/models lists what is served")
@@ -86,7 +86,7 @@ class AdapterGate:
                     raise AdapterUnavailable(
                         f"adapter {name!r} wasn't loaded within {self._wait_s:.0f} s: all workers are busy"
                     )
-                self._ask(name, more=False)
+                self._ask(name, more=bool(exclude))
                 changed = self._changed
                 try:
                     async with asyncio.timeout(_ASK_S):
@@ -121,8 +121,9 @@ class AdapterGate:
             if uses:
                 await self._call(self._table.use(dict(uses)))
 
-    def _is_held(self, name: str) -> bool:
-        return any(name in record.adapters for record in self._core.ready_workers())
+    def _is_held(self, name: str, exclude: Collection[WorkerId]) -> bool:
+        ready = self._core.ready_workers()
+        return any(name in record.adapters and record.report.worker_id not in exclude for record in ready)
 
     def _failure(self, name: str) -> str | None:
         """Why the adapter can't be had, where all that hold anything of it have failed; None while there is hope."""

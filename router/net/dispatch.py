@@ -182,7 +182,7 @@ class Dispatcher:
                 decision = self._core.route(replace(wanted, exclude=failed.keys()))
             except AdapterNotHeld:
                 assert wanted.adapter is not None
-                await self._gate.wait(wanted.adapter)
+                await self._gate.wait(wanted.adapter, failed.keys())
                 continue
             except NoCapacity as exc:
                 if failed:

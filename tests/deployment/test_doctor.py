@@ -7,7 +7,9 @@ import socket
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from deployment.commands.doctor import PINNED, examine
 from deployment.config import Config
@@ -23,7 +25,13 @@ def _config(tmp_path: Path, *, port: int = 1, rank: int = 8, gpus: int = 0) -> C
     for file in ("config.json", "tokenizer.json", "model.safetensors"):
         (model / file).write_text("{}")
     (adapter / "adapter_config.json").write_text(json.dumps({"r": rank, "target_modules": ["q_proj"]}))
-    (adapter / "adapter_model.safetensors").write_bytes(b"x")
+    save_file(
+        {
+            f"layers.0.self_attn.q_proj.lora_{side}.weight": np.zeros(shape, np.float32)
+            for side, shape in (("A", (rank, 4)), ("B", (4, rank)))
+        },
+        adapter / "adapter_model.safetensors",
+    )
     text = f"""
 name: demo
 model: {{path: {model}, served_name: m}}
@@ -76,7 +84,10 @@ def test_a_missing_model_file_is_named(tmp_path: Path, file: str) -> None:
 def test_an_adapter_of_too_high_rank_is_named(tmp_path: Path) -> None:
     failed = _failed(_config(tmp_path, port=free_port(), rank=64))
 
-    assert failed == {"adapter a": "rank 64 -> raise lora.max_rank to 64"}
+    assert failed == {
+        "adapter a": "its rank is 64, engines were started with lora.max_rank 16 -> "
+        "correct lora.adapters.a, its files, or what section lora allows"
+    }
 
 
 def test_an_adapter_without_weights_is_named(tmp_path: Path) -> None:

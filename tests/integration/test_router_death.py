@@ -19,6 +19,7 @@ from tests.integration.asking import COMPLETIONS, ask, noise
 from tests.integration.background_loop import SETTLE_S, poll
 from tests.integration.local_fleet import ADAPTERS, SERVED, LocalFleet
 from tests.integration.router_process import RouterProcess
+from tests.integration.table_rpc import TableServer
 
 pytestmark = pytest.mark.engine
 
@@ -97,13 +98,18 @@ class Killable:
 @pytest.fixture
 def killable(fleet: LocalFleet, tmp_path: Path) -> Iterator[Killable]:
     settings = fleet.router_settings("r9")
-    made = RouterProcess(settings, fleet.call(fleet.table.view), fleet.heartbeats())
+
+    async def serve_table() -> TableServer:
+        return TableServer(fleet.port)
+
+    server = fleet.run(serve_table())
     path = tmp_path / "router.msgpack"
-    path.write_bytes(msgspec.msgpack.encode(made))
+    path.write_bytes(msgspec.msgpack.encode(RouterProcess(settings, server.endpoint, fleet.heartbeats())))
     router = Killable(path, f"http://127.0.0.1:{settings.config.port}")
     router.start()
     yield router
     router.kill()
+    fleet.run(server.close())
 
 
 def test_a_killed_router_is_exact_again_and_no_request_is_lost(

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 TAIL_LINES: Final = 60
 """Lines of output that an error about the engine shows."""
 _KEEP_ALIVE_S: Final = 120
-"""Longer than routers keep idle connections (router/net/dispatch.py): SGLang's own 5 s would cut requests on their way."""
+"""Longer than routers keep idle connections (router/net/dispatch.py): SGLang's own 5 s would cut requests off."""
 _LINE_BYTES: Final = 1 << 20
 _ENTRY_POINTS: Final = """\
 [sglang.srt.platforms]

@@ -18,8 +18,9 @@ from typing import Any, Final
 import msgspec
 
 from actors.adapters.admission import AdapterDesk
+from actors.adapters.assignments import Assignments
 from actors.adapters.checks import folded, normal
-from actors.adapters.entry import Assignment, Entry, Placement, Wanted
+from actors.adapters.entry import Assignment, Entry, Placement
 from actors.adapters.placement import PlacementPlan
 from router.errors import AdapterRefused
 from router.ids import Incarnation, WorkerId
@@ -48,12 +49,10 @@ class LoraTable:
         self._plan = PlacementPlan()
         self._epoch = uuid.uuid4().hex[:12]
         self._version = 0
-        self._revision = 0
         #: what each worker's current life holds, and when it last said so
         self._holdings: dict[WorkerId, tuple[Incarnation, tuple[Holding, ...]]] = {}
         self._told_s: dict[WorkerId, float] = {}
-        #: what each worker was last told to hold
-        self._assignments: dict[WorkerId, Assignment] = {}
+        self._assignments = Assignments(self._epoch)
         #: configured adapters that can't be served, and why
         self._rejected: dict[str, str] = {}
         self._changed = asyncio.Event()
@@ -101,20 +100,19 @@ class LoraTable:
         """What a worker is to hold, as soon as it is newer than (epoch, revision), or after `timeout_s` anyway."""
         self._open()
         await self._settle()
-        none = Assignment(epoch=self._epoch, revision=0)
 
         def newer() -> bool:
-            now = self._assignments.get(worker_id, none)
+            now = self._assignments.get(worker_id)
             return (now.epoch, now.revision) != (epoch, revision)
 
         await self._until(newer, timeout_s)
-        return self._assignments.get(worker_id, none)
+        return self._assignments.get(worker_id)
 
     async def forget(self, worker_id: WorkerId) -> None:
         """The worker is gone for good."""
         self._told_s.pop(worker_id, None)
         self._plan.leave(worker_id, now_s=time.monotonic())
-        self._assignments.pop(worker_id, None)
+        self._assignments.forget(worker_id)
         if self._holdings.pop(worker_id, None) is not None:
             self._bump()
 
@@ -388,37 +386,11 @@ class LoraTable:
         return self._locks.setdefault(folded(name), asyncio.Lock())
 
     def _bump_if_reassigned(self) -> None:
-        if self._reassign():
+        if self._assignments.update(self._plan):
             self._bump()
 
     def _bump(self) -> None:
-        self._reassign()
+        self._assignments.update(self._plan)
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _reassign(self) -> bool:
-        """Bring assignments up to the plan; True if any changed."""
-        changed = False
-        for worker_id, place in self._plan.places.items():
-            changed |= self._assign(worker_id, tuple(_wanted(self._plan.entries[name]) for name in place.desired))
-        for worker_id in self._assignments.keys() - self._plan.places.keys():  # it is away, and may come back
-            known = self._assignments[worker_id]
-            changed |= self._assign(worker_id, tuple(one for one in known.wanted if self._is_offered(one)))
-        return changed
-
-    def _assign(self, worker_id: WorkerId, wanted: tuple[Wanted, ...]) -> bool:
-        known = self._assignments.get(worker_id)
-        if known is not None and known.wanted == wanted:
-            return False
-        self._revision += 1
-        self._assignments[worker_id] = Assignment(epoch=self._epoch, revision=self._revision, wanted=wanted)
-        return True
-
-    def _is_offered(self, one: Wanted) -> bool:
-        entry = self._plan.entries.get(one.name)
-        return entry is not None and entry.content_id == one.content_id
-
-
-def _wanted(entry: Entry) -> Wanted:
-    return Wanted(name=entry.name, source=entry.source, content_id=entry.content_id, pinned=entry.pinned)

@@ -47,7 +47,13 @@ def command(ray_cluster: LocalRay) -> Command:
 
 
 @pytest.fixture(scope="package")
-def config_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that adapters may be loaded from at run time."""
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture(scope="package")
+def config_file(tmp_path_factory: pytest.TempPathFactory, shelf: Path) -> Callable[..., Path]:
     """Write a tiny deployment's configuration."""
     folder = tmp_path_factory.mktemp("configs")
     tiny = model_dir("tiny-llama")
@@ -71,6 +77,7 @@ lora:
   adapters: {{adapter-a: {values["adapter"]}}}
   max_loras_per_batch: 4
   max_rank: 16
+  roots: [{shelf}]
 router: {{port: {values["port"]}}}
 {more}"""
         )

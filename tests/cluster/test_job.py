@@ -17,6 +17,8 @@ import psutil
 import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from deployment.assets.paths import model_dir
+from deployment.assets.tiny import make_adapter
 from deployment.local_ray import LocalRay
 from tests.cluster.conftest import PORT, ROOT, Command
 
@@ -57,6 +59,12 @@ class Job:
         done = self.command("status", "--json")
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
+
+    def actors(self) -> dict[str, dict[str, Any]]:
+        """What the dashboard tells of living actors, by name."""
+        with urllib.request.urlopen(f"{self.ray.dashboard}/api/v0/actors?detail=1&limit=100", timeout=30) as answer:
+            found = json.load(answer)["data"]["result"]["result"]
+        return {actor["name"]: actor for actor in found if actor["state"] == "ALIVE"}
 
     def wait_log(self, line: str) -> None:
         def seen() -> bool:
@@ -152,10 +160,41 @@ def test_route_explains_without_running(job: Job, tmp_path: Path) -> None:
         assert sum(candidate["terms_ms"].values()) == pytest.approx(candidate["cost_ms"], abs=0.01)
 
 
+def test_audit_is_clean(job: Job) -> None:
+    done = job.command("audit", "--json")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["clean"], found["ghosts"], found["missing"]) == (True, 0, 0)
+    assert {source["worker"] for source in found["sources"]} == {"w0", "w1"}
+
+
+def test_adapters_are_loaded_and_unloaded_by_command_and_outlive_the_table(job: Job, shelf: Path) -> None:
+    adapter = make_adapter(model_dir("tiny-llama"), shelf / "extra", seed=9)
+    load = job.command("adapters", "load", "extra", str(adapter))
+    assert load.returncode == 0, load.stdout + load.stderr
+    assert "extra on w0: loaded" in load.stdout
+    assert "extra on w1: loaded" in load.stdout
+
+    os.kill(job.actors()["loray/jobtest/lora_table"]["pid"], signal.SIGKILL)
+
+    def listed() -> set[str]:
+        done = job.command("adapters", "list", "--json")
+        return {one["name"] for one in json.loads(done.stdout)["adapters"]} if done.returncode == 0 else set()
+
+    assert _until(lambda: (names := listed()) == {"adapter-a", "extra"} and names, "the table is back")
+    _until(lambda: job.state()["state"] == "ready", "the table has heard from everybody")
+    where = job.command("adapters", "where", "extra")
+    assert "w0: loaded" in where.stdout
+    assert job.command("adapters", "reload", "extra").stdout.rstrip().endswith("same content")
+    assert job.command("adapters", "unload", "extra").returncode == 0
+    assert listed() == {"adapter-a"}
+    gone = job.command("adapters", "where", "extra")
+    assert (gone.returncode, "adapter 'extra' isn't offered; offered: adapter-a" in gone.stderr) == (2, True)
+
+
 def test_dashboard_names_the_actors_and_metrics_carry_predictions(job: Job) -> None:
-    with urllib.request.urlopen(f"{job.ray.dashboard}/api/v0/actors?detail=1&limit=100", timeout=30) as answer:
-        actors = json.load(answer)["data"]["result"]["result"]
-    alive = {actor["name"] for actor in actors if actor["state"] == "ALIVE"}
+    alive = set(job.actors())
     prefix = "loray/jobtest/"
     assert {prefix + name for name in ("controller", "lora_table", "router/r0", "worker/w0", "worker/w1")} <= alive
 
@@ -259,7 +298,7 @@ def test_stopping_the_job_leaves_no_process(
     [
         ({"gpus": "1"}, "2 workers need 2 GPUs (1 each), the cluster has 0"),
         ({"model_path": "/nowhere/model"}, "model folder /nowhere/model has no config.json"),
-        ({"adapter": "/nowhere/adapter"}, "lora.adapters.adapter-a: adapter folder /nowhere/adapter does not exist"),
+        ({"adapter": "/nowhere/adapter"}, "adapter 'adapter-a' can't be served: adapter folder /nowhere/adapter does"),
     ],
     ids=["too few GPUs", "missing model", "missing adapter"],
 )

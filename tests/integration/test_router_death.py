@@ -58,7 +58,7 @@ class Asking:
                 if answer.status_code == 200:
                     return
                 assert self.retries, answer.text
-                assert answer.status_code == 503, answer.text
+                assert answer.status_code in (502, 503), answer.text
             except httpx.TransportError:
                 if not self.retries:
                     raise

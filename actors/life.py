@@ -112,7 +112,7 @@ class EngineLife:
             self._loader = AdapterLoader(
                 self._report.worker_id, self.incarnation, client, spec.lora.cache(), on_change=self.changed.set
             )
-        self._facts = WorkerFacts(capacity=spec.lora.capacity, slots=spec.lora.max_loras_per_batch)
+        self._facts = spec.lora.facts()
         self._serve(spec, url, ranks, facts, snapshot_endpoint, fault)
         self.changed.set()
 

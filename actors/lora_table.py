@@ -21,7 +21,7 @@ from actors.adapters.admission import AdapterDesk
 from actors.adapters.assignments import Assignments
 from actors.adapters.checks import folded, normal
 from actors.adapters.entry import Assignment, Entry, Placement
-from actors.adapters.placement import PlacementPlan
+from actors.adapters.placement import Place, PlacementPlan
 from router.errors import AdapterRefused
 from router.ids import Incarnation, WorkerId
 from router.reports import AdapterState, Holding, TableVersion, TableView, WorkerFacts
@@ -88,7 +88,7 @@ class LoraTable:
             self._plan.leave(worker_id, now_s=now_s)
         elif joins:
             held = [row.name for row in holdings if row.state is AdapterState.LOADED]
-            self._plan.join(worker_id, capacity=facts.capacity, slots=facts.slots, held=held, now_s=now_s)
+            self._plan.join(worker_id, _place(facts), held=held, now_s=now_s)
         for row in holdings:
             if row.state in _DONE and self._is_current(row):
                 self._plan.concluded(worker_id, row.name, now_s=now_s)
@@ -276,7 +276,7 @@ class LoraTable:
                 self._put(entry)
         for worker_id, facts in self._facts.items():
             held = [row.name for row in self._holdings[worker_id][1] if row.state is AdapterState.LOADED]
-            self._plan.join(worker_id, capacity=facts.capacity, slots=facts.slots, held=held, now_s=time.monotonic())
+            self._plan.join(worker_id, _place(facts), held=held, now_s=time.monotonic())
         self._bump()
 
     async def _tick(self) -> None:
@@ -394,3 +394,7 @@ class LoraTable:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _place(facts: WorkerFacts) -> Place:
+    return Place(facts.capacity, facts.slots, facts.capacity_bytes)

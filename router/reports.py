@@ -77,6 +77,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that its engine keeps loaded at most."""
     slots: int
     """Adapters that run in one batch."""
+    capacity_bytes: int = 0
+    """Size of all loaded adapters together; 0 for no limit."""
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):

@@ -173,7 +173,11 @@ class AdapterDesk:
         """As this run has read it before."""
         entry = self._changes.read.get(name) if self._changes.run_id == self._settings.run_id else None
         wished = self._configured(name, config)
-        return entry if entry is not None and msgspec.structs.replace(entry, content_id="") == wished else None
+        return (
+            entry
+            if entry is not None and msgspec.structs.replace(entry, content_id="", size_bytes=0) == wished
+            else None
+        )
 
     def _configured(self, name: str, config: AdapterConfig) -> Entry:
         return Entry(
@@ -190,7 +194,8 @@ class AdapterDesk:
         folder = self._cache.fetch(entry.source)
         settings = self._settings
         check_adapter(folder, base=self._base, max_rank=settings.max_rank, target_modules=settings.target_modules)
-        return msgspec.structs.replace(entry, content_id=folder.name)
+        size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+        return msgspec.structs.replace(entry, content_id=folder.name, size_bytes=size_bytes)
 
     def _read_base(self) -> BaseModel | None:
         """None where the model is no folder here: engines then say what doesn't fit."""

@@ -41,6 +41,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     max_replicas: int | None = None
     pinned: bool = False
+    size_bytes: int = 0
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,11 @@
 """Which workers hold which adapters: all placing, moving and making room. Pure; times come in from outside.
 
 Theory of operation. `desired` is what each worker is to hold; workers converge to it by themselves and report. A worker
-has `capacity` adapters at most and runs `slots` of them in one batch. An adapter that requests wait for (`want`) goes
-to the worker that runs out of slots last, then to the one the router prefers. Where there is no room, the adapter that
-is used least goes, of all workers that could take the new one: uses count with a half-life, so that a burst doesn't
-push out what is always used, and what was popular once leaves. Nothing that is pinned, that is being loaded, or that
-was loaded a moment ago is unloaded for another.
+has `capacity` adapters at most, `capacity_bytes` of them, and runs `slots` of them in one batch. An adapter that is
+waited for (`want`) goes to the worker that runs out of slots last, then to the one the router prefers. Where there is
+no room, the adapters that are used least go, of all workers that could take the new one: uses count with a half-life,
+so that a burst doesn't push out what is always used, and what was popular once leaves. Nothing that is pinned, being
+loaded, or that was loaded a moment ago is unloaded for another.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Place:
 
     capacity: int
     slots: int
+    #: size of all adapters together; 0 for no limit
+    capacity_bytes: int = 0
     #: name -> since when it is loaded here, or has failed to; None while that is open
     desired: dict[str, float | None] = field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class PlacementPlan:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def join(self, worker_id: WorkerId, *, capacity: int, slots: int, held: Collection[str], now_s: float) -> None:
+    def join(self, worker_id: WorkerId, place: Place, *, held: Collection[str], now_s: float) -> None:
         """A worker, or another life of it. What it holds already it may keep."""
         known = self.places.get(worker_id)
         desired: dict[str, float | None] = {name: now_s for name in held if self._may_keep(worker_id, name)}
@@ -70,8 +72,8 @@ class PlacementPlan:
         for name in self._former.pop(worker_id, ()):
             if name in self.entries and not self.holders(name):
                 desired.setdefault(name, None)
-        desired = dict(list(desired.items())[:capacity])
-        self.places[worker_id] = Place(capacity, slots, desired)
+        place.desired = dict(list(desired.items())[: place.capacity])
+        self.places[worker_id] = place
         self.settle(now_s=now_s)
 
     def leave(self, worker_id: WorkerId, *, now_s: float) -> None:
@@ -192,7 +194,7 @@ class PlacementPlan:
         """Give one more worker the adapter. False: nobody has room, or can make any."""
         rank = {worker_id: i for i, worker_id in enumerate(preferred)}
         possible = [
-            (self._price(place, now_s), rank.get(worker_id, len(rank)), len(place.desired), worker_id)
+            (self._price(entry, place, now_s), rank.get(worker_id, len(rank)), len(place.desired), worker_id)
             for worker_id, place in self.places.items()
             if entry.name not in place.desired
         ]
@@ -200,9 +202,7 @@ class PlacementPlan:
             if price is None:
                 return False
             place = self.places[worker_id]
-            if len(place.desired) >= place.capacity:
-                victim = self._victim(place, now_s)
-                assert victim is not None
+            for victim in self._victims(entry, place, now_s) or ():
                 del place.desired[victim]
                 self.num_evictions += 1
             place.desired[entry.name] = None
@@ -225,22 +225,34 @@ class PlacementPlan:
             return max(entry.max_replicas, entry.replicas)
         return max(1, len(self.places))
 
-    def _price(self, place: Place, now_s: float) -> tuple[int, float] | None:
+    def _price(self, entry: Entry, place: Place, now_s: float) -> tuple[int, float] | None:
         """What one adapter more costs here: slots lacking, then the uses of what must go for it. None: no room."""
-        lacking = max(0, len(place.desired) + 1 - place.slots)
-        if len(place.desired) < place.capacity:
-            return (lacking, 0.0)
-        victim = self._victim(place, now_s)
-        return None if victim is None else (lacking, self._score(victim, now_s))
+        victims = self._victims(entry, place, now_s)
+        if victims is None:
+            return None
+        return (max(0, len(place.desired) + 1 - place.slots), sum(self._score(name, now_s) for name in victims))
 
-    def _victim(self, place: Place, now_s: float) -> str | None:
-        """The least used adapter that may leave; the one placed first among equals."""
+    def _victims(self, entry: Entry, place: Place, now_s: float) -> list[str] | None:
+        """What must leave for the adapter: the least used that may, the oldest among equals. None: too little may."""
+        lacking = len(place.desired) + 1 - place.capacity
+        lacking_bytes = 0
+        if place.capacity_bytes:
+            used_bytes = sum(self.entries[name].size_bytes for name in place.desired)
+            lacking_bytes = used_bytes + entry.size_bytes - place.capacity_bytes
+        if lacking <= 0 and lacking_bytes <= 0:
+            return []
         movable = [
             name
             for name, since_s in place.desired.items()
             if since_s is not None and now_s - since_s >= STAY_S and self._may_leave(self.entries[name])
         ]
-        return min(movable, key=lambda name: (self._score(name, now_s), place.desired[name] or 0.0), default=None)
+        victims: list[str] = []
+        for name in sorted(movable, key=lambda name: (self._score(name, now_s), place.desired[name] or 0.0)):
+            victims.append(name)
+            lacking_bytes -= self.entries[name].size_bytes
+            if len(victims) >= lacking and lacking_bytes <= 0:
+                return victims
+        return None
 
     def _may_leave(self, entry: Entry) -> bool:
         if entry.placement is not Placement.ON_DEMAND or entry.pinned:

@@ -11,6 +11,7 @@ from actors.adapters.entry import AdapterConfig, Placement
 from actors.adapters.sources import AdapterCache
 from actors.engine.plugin import PUBLISHER
 from router.ids import DpRank
+from router.reports import WorkerFacts
 
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
@@ -54,6 +55,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     target_modules: tuple[NonEmpty, ...] = ("all",)
     max_loaded: PositiveInt | None = None
     """Adapters that an engine keeps in host memory; None for what is configured, and 32 or four batches at least."""
+    max_loaded_gb: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Size of the files of all adapters that an engine keeps; None for no limit."""
     roots: tuple[NonEmpty, ...] = ()
     """Folders and URI prefixes that adapters may be loaded from at run time."""
     cache_dir: NonEmpty = "~/.cache/loray/adapters"
@@ -74,6 +77,11 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def capacity(self) -> int:
         """`max_loaded`, or what stands for it."""
         return self.max_loaded or max(32, 4 * self.max_loras_per_batch, len(self.adapters))
+
+    def facts(self) -> WorkerFacts:
+        """What one engine can hold."""
+        size_bytes = int((self.max_loaded_gb or 0) * 1e9)
+        return WorkerFacts(capacity=self.capacity, slots=self.max_loras_per_batch, capacity_bytes=size_bytes)
 
     def cache(self) -> AdapterCache:
         """This node's adapters."""

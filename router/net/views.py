@@ -7,6 +7,7 @@ from typing import Any
 from router.core import RouterCore
 from router.decision import Candidate, RouteRequest
 from router.ids import SourceId
+from router.reports import AdapterState
 
 
 def model_card(core: RouterCore, name: str, *, served_name: str, created_s: int) -> dict[str, Any]:
@@ -24,8 +25,16 @@ def model_card(core: RouterCore, name: str, *, served_name: str, created_s: int)
         "root": name,
         "parent": None if is_base else served_name,
         "max_model_len": max(limits, default=0) or None,
+        "state": "loaded" if holders else _adapter_state(core, name),
         "holders": holders,
     }
+
+
+def _adapter_state(core: RouterCore, name: str) -> str:
+    """Of one that no worker holds: what the furthest is at, or `cold`, which the next request changes."""
+    states = {row.state for row in core.table.holdings if row.name == name}
+    order = (AdapterState.LOADING, AdapterState.FAILED, AdapterState.UNLOADING)
+    return next((state.value for state in order if state in states), "cold")
 
 
 def status(core: RouterCore) -> dict[str, Any]:

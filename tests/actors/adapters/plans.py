@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.adapters.entry import Entry, Placement
-from actors.adapters.placement import PlacementPlan
+from actors.adapters.placement import Place, PlacementPlan
 from router.ids import WorkerId
 
 W0, W1, W2 = WorkerId("w0"), WorkerId("w1"), WorkerId("w2")
@@ -25,7 +25,7 @@ class Plan(PlacementPlan):
             self.enter(worker_id, capacity=capacity, slots=slots)
 
     def enter(self, worker_id: WorkerId, *, capacity: int = 4, slots: int = 4, now_s: float = 0.0) -> None:
-        self.join(worker_id, capacity=capacity, slots=slots, held=(), now_s=now_s)
+        self.join(worker_id, Place(capacity, slots), held=(), now_s=now_s)
 
     def offer(self, names: str, placement: Placement = ON_DEMAND, now_s: float = 0.0, **terms: Any) -> None:
         for name in names:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from actors.adapters.entry import Placement
-from actors.adapters.placement import HALF_LIFE_S, STAY_S, WAIT_S
+from actors.adapters.placement import HALF_LIFE_S, STAY_S, WAIT_S, Place
 from tests.actors.adapters.plans import EVERYWHERE, ON_DEMAND, REPLICAS, W0, W1, W2, Plan
 
 # -- where adapters go -------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_replicas_move_when_a_holder_leaves_and_their_number_stays_when_it_is_ba
     (holder,) = plan.holders("a")
     plan.leave(holder, now_s=1.0)
     (other,) = plan.holders("a")
-    plan.join(holder, capacity=4, slots=4, held=["a"], now_s=2.0)
+    plan.join(holder, Place(4, 4), held=["a"], now_s=2.0)
     plan.check()
 
     assert other != holder
@@ -256,3 +256,27 @@ def test_a_wish_for_what_is_dropped_or_unknown_is_none() -> None:
     plan.ask("?x")
 
     assert plan.waiting == 0
+
+
+def test_bytes_are_a_limit_too_and_as_many_leave_as_must() -> None:
+    plan = Plan()
+    plan.join(W0, Place(capacity=8, slots=8, capacity_bytes=100), held=(), now_s=0.0)
+    for name, size_bytes in (("a", 30), ("b", 30), ("c", 40)):
+        plan.offer(name, size_bytes=size_bytes)
+        plan.ask(name)
+    plan.load()
+    plan.use({"c": 3, "b": 2, "a": 1}, now_s=1.0)
+    plan.offer("d", size_bytes=50, now_s=10.0)
+    plan.ask("d", now_s=10.0)
+    assert (plan.held, plan.num_evictions) == ({W0: "cd"}, 2)
+
+
+def test_what_is_larger_than_a_worker_never_gets_a_place() -> None:
+    plan = Plan()
+    plan.join(W0, Place(capacity=8, slots=8, capacity_bytes=100), held=(), now_s=0.0)
+    plan.offer("a", size_bytes=60)
+    plan.ask("a")
+    plan.load()
+    plan.offer("z", size_bytes=101, now_s=10.0)
+    plan.ask("z", now_s=10.0)
+    assert (plan.held, plan.waiting) == ({W0: "a"}, 1)

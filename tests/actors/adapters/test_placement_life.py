@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from actors.adapters.entry import Entry, Placement
-from actors.adapters.placement import PlacementPlan
+from actors.adapters.placement import Place, PlacementPlan
 from router.ids import WorkerId
 from tests.actors.adapters.plans import EVERYWHERE, ON_DEMAND, REPLICAS, W0, W1, W2, Plan, entry
 
@@ -34,7 +34,7 @@ def test_another_life_of_a_worker_keeps_its_share_and_what_it_holds_is_not_open(
     plan.ask("ab")
     plan.load()
 
-    plan.join(W0, capacity=3, slots=3, held=["b", "c", "unknown"], now_s=7.0)
+    plan.join(W0, Place(3, 3), held=["b", "c", "unknown"], now_s=7.0)
 
     assert plan.held == {W0: "abc"}
     assert plan.places[W0].desired == {"a": None, "b": 7.0, "c": 7.0}
@@ -47,7 +47,7 @@ def test_a_worker_that_is_back_with_what_another_holds_makes_no_copy_too_much() 
     plan.leave(W0, now_s=1.0)
     plan.ask("a", W1, now_s=1.0)
 
-    plan.join(W0, capacity=4, slots=4, held=["a"], now_s=2.0)
+    plan.join(W0, Place(4, 4), held=["a"], now_s=2.0)
 
     assert len("".join(plan.held.values())) == 1
 
@@ -132,7 +132,7 @@ class RandomPlan(RuleBasedStateMachine):
         capacity = self.capacities[worker_id]
         held = set(sorted(held)[:capacity])
         self.touched |= held & self.offered.keys()
-        self.plan.join(worker_id, capacity=capacity, slots=self.slots, held=sorted(held), now_s=self.now_s)
+        self.plan.join(worker_id, Place(capacity, self.slots), held=sorted(held), now_s=self.now_s)
         self.present.add(worker_id)
 
     @rule(worker_id=WORKERS)

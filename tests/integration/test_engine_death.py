@@ -79,7 +79,7 @@ def death(fleet: LocalFleet) -> Iterator[Death]:
         warm = ask(client, prompt=WARM)
         victim = WorkerId(warm.worker or "")
         worker = fleet.workers[victim]
-        before = fleet.call(worker.report)
+        before, crashed = fleet.call(worker.report), fleet.call(lambda: worker.status()["crashes"])
         process = psutil.Process(fleet.engine_pid(victim))
         family = [process, *process.children(recursive=True)]
         traffic = Traffic(fleet.url)
@@ -114,7 +114,7 @@ def death(fleet: LocalFleet) -> Iterator[Death]:
             blocks_at_start=fleet.call(
                 lambda: {s: fleet.core.ingest.index.num_blocks(s) for s in fleet.core.workers[victim].sources}
             ),
-            crashes=status["crashes"],
+            crashes=status["crashes"] - crashed,
             last_error=status["last_error"],
             explained=route.json(),
         )

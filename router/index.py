@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -147,6 +148,9 @@ class BlockIndex:
         """
         tally = Tally() if tally is None else tally
         column = self._columns[source]
+        if _is_one_run(events):  # the common case, told without a loop of ours
+            self._apply_run(column, events, tally)  # type: ignore[arg-type]  # no Cleared in a run
+            return tally
         at = 0
         while at < len(events):
             first = events[at]
@@ -159,8 +163,7 @@ class BlockIndex:
                 medium = first.medium  # type: ignore[union-attr]  # it isn't Cleared
                 while after < len(events) and type(e := events[after]) is kind and e.medium == medium:  # type: ignore[union-attr]
                     after += 1
-                run = events[at:after] if at or after < len(events) else events
-                self._apply_run(column, run, tally)  # type: ignore[arg-type]  # no Cleared in a run
+                self._apply_run(column, events[at:after], tally)  # type: ignore[arg-type]  # no Cleared in a run
             at = after
         return tally
 
@@ -200,7 +203,7 @@ class BlockIndex:
         if tier is None:  # of a later release: its blocks aren't ours to promise
             tally.bad += len(run)
             return
-        packed: bytes = first.block_hashes if len(run) == 1 else b"".join([event.block_hashes for event in run])
+        packed: bytes = first.block_hashes if len(run) == 1 else b"".join(map(_HASHES, run))
         try:
             if type(first) is Stored:
                 self._store(column, tier, packed, tally)
@@ -252,5 +255,12 @@ class BlockIndex:
         tally.missing += table.remove(column, packed)
 
 
+def _is_one_run(events: Sequence[Event]) -> bool:
+    kinds = set(map(type, events))
+    return len(kinds) == 1 and Cleared not in kinds and len(set(map(_MEDIUM, events))) == 1
+
+
+_HASHES: Final = attrgetter("block_hashes")
+_MEDIUM: Final = attrgetter("medium")
 _TIERS: Final[dict[str | None, Tier]] = {None: Tier.GPU, **{tier.value: tier for tier in Tier}}
 """Tier by `medium`; older engines leave it out and mean the GPU."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -88,7 +88,7 @@ class LoraTable:
             self._plan.leave(worker_id, now_s=now_s)
         elif joins:
             held = [row.name for row in holdings if row.state is AdapterState.LOADED]
-            self._plan.join(worker_id, _place(facts), held=held, now_s=now_s)
+            self._plan.join(worker_id, Place.of(facts), held=held, now_s=now_s)
         for row in holdings:
             if row.state in _DONE and self._is_current(row):
                 self._plan.concluded(worker_id, row.name, now_s=now_s)
@@ -126,7 +126,10 @@ class LoraTable:
             for row in told[1]
         ]
         return TableView(
-            epoch=self._epoch, version=self._version, names=tuple(sorted(self._names())), holdings=tuple(rows)
+            epoch=self._epoch,
+            version=self._version,
+            names=tuple(sorted({*self._plan.entries, *self._desk.unread})),
+            holdings=tuple(rows),
         )
 
     async def wait_view(self, epoch: str, version: int, timeout_s: float) -> bytes:
@@ -234,6 +237,7 @@ class LoraTable:
             "adapters": list(view.names),
             "catalogue": [msgspec.to_builtins(entry) for _, entry in sorted(self._plan.entries.items())],
             "rejected": dict(self._rejected),
+            "error": self._opening_error(),
             "holdings": [msgspec.to_builtins(row) for row in view.holdings],
             "wanted": {worker_id: sorted(place.desired) for worker_id, place in self._plan.places.items()},
             "unread": len(self._desk.unread),
@@ -260,6 +264,11 @@ class LoraTable:
     def _is_open(self) -> bool:
         return self._opening is not None and self._opening.done()
 
+    def _opening_error(self) -> str:
+        """Why the catalogue can't be read at all; empty for no reason."""
+        failed = self._opening.exception() if self._opening is not None and self._is_open else None
+        return str(failed) if failed is not None else ""
+
     async def _opened(self) -> None:
         self._open()
         assert self._opening is not None
@@ -276,7 +285,7 @@ class LoraTable:
                 self._put(entry)
         for worker_id, facts in self._facts.items():
             held = [row.name for row in self._holdings[worker_id][1] if row.state is AdapterState.LOADED]
-            self._plan.join(worker_id, _place(facts), held=held, now_s=time.monotonic())
+            self._plan.join(worker_id, Place.of(facts), held=held, now_s=time.monotonic())
         self._bump()
 
     async def _tick(self) -> None:
@@ -285,9 +294,7 @@ class LoraTable:
             now_s = time.monotonic()
             for worker_id, told_s in list(self._told_s.items()):
                 if now_s - told_s > SILENT_S:
-                    log.warning(
-                        "worker %s tells nothing for %.0f s: its adapters count no more", worker_id, now_s - told_s
-                    )
+                    log.warning("worker %s tells nothing for %.0f s: forgotten", worker_id, now_s - told_s)
                     await self.forget(worker_id)
             self._plan.settle(now_s=now_s)
             self._bump_if_reassigned()
@@ -353,14 +360,9 @@ class LoraTable:
 
     def _entry(self, name: str) -> Entry:
         if name not in self._plan.entries:
-            raise AdapterRefused(
-                f"adapter {name!r} isn't offered; offered: {', '.join(sorted(self._plan.entries)) or 'none'}"
-            )
+            listed = ", ".join(sorted(self._plan.entries)) or "none"
+            raise AdapterRefused(f"adapter {name!r} isn't offered; offered: {listed}")
         return self._plan.entries[name]
-
-    def _names(self) -> Sequence[str]:
-        """Offered now, or as soon as they are read."""
-        return [*self._plan.entries, *self._desk.unread]
 
     def _is_current(self, row: Holding) -> bool:
         entry = self._plan.entries.get(row.name)
@@ -394,7 +396,3 @@ class LoraTable:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _place(facts: WorkerFacts) -> Place:
-    return Place(facts.capacity, facts.slots, facts.capacity_bytes)

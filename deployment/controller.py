@@ -254,6 +254,8 @@ class Controller:
             self._say(f"ready: {self._router_status['url']}")
         if self._was_ready:
             return
+        if error := self._table_status.get("error"):
+            raise RuntimeError(f"the LoRA table can't start: {error}")
         for name, why in self._table_status.get("rejected", {}).items():
             raise RuntimeError(f"adapter {name!r} can't be served: {why}")
         for row in self._table_status.get("holdings", []):

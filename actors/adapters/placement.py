@@ -16,6 +16,7 @@ from typing import Final
 
 from actors.adapters.entry import Entry, Placement
 from router.ids import WorkerId
+from router.reports import WorkerFacts
 
 HALF_LIFE_S: Final = 120.0
 """After so long, a use counts half."""
@@ -35,6 +36,11 @@ class Place:
     capacity_bytes: int = 0
     #: name -> since when it is loaded here, or has failed to; None while that is open
     desired: dict[str, float | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: WorkerFacts) -> Place:
+        """An empty one, as its worker describes it."""
+        return cls(facts.capacity, facts.slots, facts.capacity_bytes)
 
 
 @dataclass(slots=True)

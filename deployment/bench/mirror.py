@@ -37,7 +37,8 @@ def run(*, quick: bool) -> dict[str, Any]:
     num_blocks = 50_000 if quick else 1_000_000
     rng = random.Random(0)
     hashes = [rng.getrandbits(64) - (1 << 63) for _ in range(num_blocks)]
-    us_per_block = _mirror_us(hashes[: num_blocks // 5], rng)
+    rounds = 1 if quick else 5
+    us_per_block = min(_mirror_us(hashes[: num_blocks // 5], rng) for _ in range(rounds))  # the least disturbed one
     return {
         "mirror": {
             "us_per_block": us_per_block,

@@ -161,6 +161,7 @@ async def test_a_damaged_state_file_is_an_error_that_names_it(tmp_path: Path, ad
     async with Fleet(tmp_path, adapters) as fleet:
         with pytest.raises(ValueError, match=r"adapters\.json is no catalogue of adapters"):
             await fleet.view()
+        assert "adapters.json is no catalogue of adapters" in (await fleet.table.status())["error"]
     assert state.read_text() == "{"
 
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.decision import RouteRequest
-from router.errors import InvalidRequest, RequestTooLarge, RouterError, Unauthorized
+from router.errors import InvalidRequest, NoCapacity, RequestTooLarge, RouterError, Unauthorized, UnknownModel
 from router.names import resolve_model
 from router.net import views
 from router.net.adapter_admin import AdapterRoutes
@@ -46,6 +46,8 @@ _ENGINE_CONTROL: Final = frozenset({
 """SGLang paths that change one engine; sent to whichever worker is least loaded, they would make workers differ."""
 _PLAIN_PATH: Final = re.compile(r"(/\w[\w.-]*)+", re.ASCII)
 """Paths that mean here what they mean to an engine: no `..`, no `?` in disguise, no slash at the end."""
+
+_NO_CATALOGUE: Final = "the catalogue of adapters hasn't come yet; ask again in a moment"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -120,6 +122,8 @@ class Ingress:
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
+        except UnknownModel as exc:  # before the first copy of the table nobody can say what doesn't exist
+            return error_response(exc if self._core.table.version >= 0 else NoCapacity(_NO_CATALOGUE))
         except RouterError as exc:
             return error_response(exc)
         except web.HTTPRequestEntityTooLarge:
@@ -217,6 +221,8 @@ class Ingress:
     # -- models --------------------------------------------------------------------------------------------------
 
     async def _models(self, _request: web.Request) -> web.Response:
+        if self._core.table.version < 0:
+            raise NoCapacity(_NO_CATALOGUE)
         names = (self._served_name, *self._core.table.names)
         return web.json_response({"object": "list", "data": [self._card(name) for name in names]})
 
@@ -235,7 +241,7 @@ class Ingress:
 
     async def _ready(self, _request: web.Request) -> web.Response:
         ready = sum(record.report.state is WorkerState.READY for record in self._core.workers.values())
-        status = 200 if ready and not self.draining else 503
+        status = 200 if ready and not self.draining and self._core.table.version >= 0 else 503
         return web.json_response({"ready_workers": ready, "draining": self.draining}, status=status)
 
     async def _metrics(self, _request: web.Request) -> web.Response:

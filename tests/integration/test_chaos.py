@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -27,17 +27,27 @@ EXTRA = ("chaos-0", "chaos-1")
 WHOLE_S = 300.0
 
 
+@pytest.fixture
+def extra(fleet: LocalFleet, client: httpx.Client, shelf: Path) -> Iterator[None]:
+    """Two adapters loaded at run time; the fleet is left without them, whatever happens."""
+    for i, name in enumerate(EXTRA):
+        load(client, name, on_shelf(fleet, shelf, name, seed=200 + i))
+        known_to_router(fleet, name, "w0", "w1")
+    yield
+    fleet.wait_whole(within_s=WHOLE_S)
+    for name in EXTRA:
+        unload(client, name)
+        known_to_router(fleet, name)
+
+
+@pytest.mark.usefixtures("extra")
 def test_whatever_dies_no_request_of_a_client_that_asks_again_is_lost(
     fleet: LocalFleet,
     client: httpx.Client,
-    shelf: Path,
     killable: Killable,
     record_property: Callable[[str, object], None],
 ) -> None:
     rng = random.Random(80)
-    for i, name in enumerate(EXTRA):
-        load(client, name, on_shelf(fleet, shelf, name, seed=200 + i))
-        known_to_router(fleet, name, "w0", "w1")
     poll(killable.serves, what="the router process serves")
     shared = [noise(rng, 64) for _ in range(6)]
     asking = [Asking(url, True, shared) for url in (fleet.url, fleet.url, killable.url)]
@@ -97,6 +107,3 @@ def test_whatever_dies_no_request_of_a_client_that_asks_again_is_lost(
     again = ask(client, model=EXTRA[0], prompt=shared[0])
     assert (answer.predicted, again.predicted) == (answer.cached, again.cached)
     assert ask(client, model=SERVED, prompt="the base too").text is not None
-    for name in EXTRA:
-        unload(client, name)
-        known_to_router(fleet, name)

@@ -153,3 +153,26 @@ def test_a_killed_router_is_exact_again_and_no_request_is_lost(
             assert answer.predicted == answer.cached > 0
             fleet.settle()
     assert poll(lambda: httpx.post(killable.url + "/loray/audit", timeout=SETTLE_S).json()["clean"], what="clean")
+
+
+def test_before_the_catalogue_has_come_nothing_is_said_not_to_exist(fleet: LocalFleet, killable: Killable) -> None:
+    poll(killable.serves, what="it serves")
+    killable.kill()
+    fleet.run(fleet.port.kill())
+    try:
+        killable.start()
+        poll(killable.serves, what="it serves without the table")
+        asked = {"model": "adapter-a", "prompt": [5, 6, 7], "max_tokens": 1}
+        for answer in (
+            httpx.post(killable.url + "/v1/completions", json=asked),
+            httpx.get(killable.url + "/v1/models"),
+            httpx.get(killable.url + "/v1/models/adapter-a"),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker_available"), answer.text
+        assert httpx.get(killable.url + "/ready").status_code == 503
+        known = httpx.post(killable.url + "/v1/completions", json={**asked, "model": SERVED}, timeout=SETTLE_S)
+        assert known.status_code in (200, 503)  # the base model needs no catalogue, only a worker that has been heard
+    finally:
+        fleet.run(fleet.port.revive())
+    poll(lambda: httpx.get(killable.url + "/ready").status_code == 200, what="the catalogue comes")
+    assert httpx.post(killable.url + "/v1/completions", json=asked, timeout=SETTLE_S).status_code == 200

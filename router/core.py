@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.cost import NEAR_TIE_MS, Costs, CostWeights, estimate
+from router.cost import NEAR_TIE_MS, Costs, CostWeights, Demand, estimate
 from router.decision import Candidate, Decision, Reason, RouteRequest
 from router.effects import Effect
 from router.errors import AdapterNotHeld, NoCapacity
@@ -55,7 +55,13 @@ class RouterCore:
     ) -> None:
         self.ingest = EventIngest(min_blocks=min_blocks, max_bytes=max_index_bytes)
         self.predictor = Predictor(self.ingest.index, hash_seed=hash_seed)
-        self.load = LoadBook(prefill_tokens_per_s=weights.prefill_tokens_per_s)
+        self.load = LoadBook(
+            prefill_tokens_per_s=weights.prefill_tokens_per_s,
+            overhead_ms=weights.overhead_ms,
+            slot_wait_ms=weights.slot_wait_ms,
+            request_ms=weights.request_ms,
+            output_tokens=weights.output_tokens,
+        )
         self._weights = weights
         self._rng = rng
         #: extra_keys of requests, the latest last; attestors look at them
@@ -138,7 +144,14 @@ class RouterCore:
 
     def book(self, decision: Decision, *, now_s: float) -> Booking:
         """Book a decision that is about to be carried out."""
-        return self.load.book(decision.column, tokens=decision.uncached_tokens, lora_id=decision.lora_id, now_s=now_s)
+        return self.load.book(
+            decision.column,
+            tokens=decision.uncached_tokens,
+            lora_id=decision.lora_id,
+            now_s=now_s,
+            kv_tokens=decision.kv_tokens,
+            num_slots=decision.num_slots,
+        )
 
     def least_loaded(self) -> WorkerRecord | None:
         """The ready worker with the fewest running requests."""
@@ -162,7 +175,7 @@ class RouterCore:
     def wants_more(self, decision: Decision) -> bool:
         """Whether another worker would serve the request sooner, with the adapter to be loaded and nothing cached."""
         assert decision.adapter is not None
-        computing_ms = (decision.prompt_tokens or 0) / self.load.tokens_per_ms[decision.column]
+        computing_ms = self.load.speed.ms(decision.column, decision.prompt_tokens or 0)
         limit_ms = decision.cost_ms - self._weights.adapter_load_ms - computing_ms
         return limit_ms > 0 and any(
             self._wait_ms(target) < limit_ms
@@ -210,16 +223,25 @@ class RouterCore:
             self.load,
             self._weights,
             np.array([target.column for target in targets]),
-            uncached_tokens=np.array([float(num_tokens - (cached or 0)) for cached in predicted]),
-            lora_ids=lora_ids,
-            num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
+            Demand(
+                uncached_tokens=np.array([float(num_tokens - (cached or 0)) for cached in predicted]),
+                output_tokens=self._output_tokens(request),
+                lora_ids=lora_ids,
+                num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
+                capacity_tokens=np.array([target.record.report.max_total_tokens or np.inf for target in targets]),
+            ),
         )
         return _Evaluation(targets, states, lora_ids, predicted, costs)
 
     def _wait_ms(self, target: Target) -> float:
         """What is booked on a source already."""
-        queued = self.load.queued_tokens[target.column] / self.load.tokens_per_ms[target.column]
-        return float(queued + self.load.running[target.column] * self._weights.decode_ms_per_request)
+        column = target.column
+        queued_ms = self.load.speed.ms(column, float(self.load.queued_tokens[column]))
+        return queued_ms + float(self.load.running[column] * self._weights.decode_ms_per_request)
+
+    def _output_tokens(self, request: RouteRequest) -> float:
+        """Output to expect."""
+        return min(self.load.output_tokens, request.max_output_tokens or self.load.output_tokens)
 
     def _state(self, target: Target) -> SourceState:
         return SourceState.SYNCING if target.record.silent else self.ingest.state(target.source)
@@ -279,6 +301,8 @@ class RouterCore:
             prompt_tokens=num_tokens,
             predicted_cached_tokens=predicted,
             uncached_tokens=(num_tokens or 0) - (predicted or 0),
+            kv_tokens=int((num_tokens or 0) - (predicted or 0) + self._output_tokens(request)),
+            num_slots=record.report.max_loras_per_batch,
             cost_ms=float(found.costs.total[i]),
         )
 

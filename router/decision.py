@@ -38,6 +38,8 @@ class RouteRequest:
     cache_salt: str | None = None
     max_cached_tokens: int | None = None
     """The engine may reuse at most so many (asked for prompt logprobs, say); None for no limit of its own."""
+    max_output_tokens: int | None = None
+    """The client's limit; None for none."""
     exclude: Collection[WorkerId] = field(default=frozenset())
     """Workers that failed this request already."""
 
@@ -68,4 +70,7 @@ class Decision:
     prompt_tokens: int | None
     predicted_cached_tokens: int | None
     uncached_tokens: int
+    kv_tokens: int
+    """What it will take of the KV cache beyond what is cached, output included."""
+    num_slots: int
     cost_ms: float

@@ -227,7 +227,7 @@ class Dispatcher:
         if upstream.status == 400 and outgoing.adapter is not None and _ADAPTER_GONE.search(answer):
             raise _AdapterGoneError
         status, headers = upstream.status, upstream.headers
-        booking.alone = False  # the time of a whole answer says nothing of its prefill
+        booking.timed = False  # the time of a whole answer says nothing of its prefill
         booking.first_token(now_s=time.monotonic())
         usage = usage_of(answer) if status == 200 else None
         await self._arrival.settle(decision.source, mark, usage if outgoing.predictable else None)

@@ -91,7 +91,12 @@ def _rank(core: RouterCore, source: SourceId) -> dict[str, Any]:
         "cached_blocks": ingest.index.num_blocks(source),
         "in_flight": int(load.running[column]),
         "queued_prefill_tokens": int(load.queued_tokens[column]),
-        "prefill_tokens_per_s": round(float(load.tokens_per_ms[column]) * 1000, 1),
+        "prefill_tokens_per_s": round(load.speed.tokens_per_s(column), 1),
+        "samples": load.speed.num_samples(column),
+        "booked_kv_tokens": int(load.kv_tokens[column]),
+        "running_adapters": int(load.distinct[column]),
+        "slot_wait_ms": round(float(load.slot_ms[column]), 1),
+        "request_ms": round(float(load.request_ms[column]), 1),
         "next_seq": ingest.cursor(source).next_seq,
         "gaps": ingest.cursor(source).gaps,
     }

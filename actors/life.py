@@ -21,12 +21,13 @@ from actors.mirror import Mirror
 from actors.probe import attest_engine
 from router.attestation import HashForm
 from router.ids import DpRank, Incarnation, SourceId, WorkerId
-from router.reports import AdapterState, Holding, RankReport, WorkerFacts, WorkerReport, WorkerState
+from router.reports import AdapterState, Holding, RankLoad, RankReport, WorkerFacts, WorkerReport, WorkerState
 
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.25
 _HEAL_S: Final = 5.0
+_LOAD_S: Final = 1.0
 
 
 class EngineLife:
@@ -45,6 +46,8 @@ class EngineLife:
         self._process: EngineProcess | None = None
         self._mirror: Mirror | None = None
         self._killed = False
+        #: what the engine said of its load last, by its own ranks
+        self._loads: dict[int, RankLoad] = {}
 
     @property
     def pid(self) -> int | None:
@@ -77,7 +80,8 @@ class EngineLife:
         if mirror is None or not self._report.ranks:
             return self._report
         ranks = tuple(
-            msgspec.structs.replace(rank, last_seq=mirror.last_seq(rank.dp_rank)) for rank in self._report.ranks
+            msgspec.structs.replace(rank, last_seq=mirror.last_seq(rank.dp_rank), load=self._loads.get(i))
+            for i, rank in enumerate(self._report.ranks)
         )
         return msgspec.structs.replace(self._report, ranks=ranks)
 
@@ -119,7 +123,7 @@ class EngineLife:
     async def wait(self) -> None:
         """Until the engine ends, which is an error: raises EngineError with its last lines."""
         assert self._process is not None
-        helpers = [asyncio.ensure_future(self._heal())]
+        helpers = [asyncio.ensure_future(work) for work in (self._heal(), self._watch_load())]
         if self._loader is not None:
             helpers.append(asyncio.ensure_future(self._keep_loading(self._loader)))
         try:
@@ -166,6 +170,16 @@ class EngineLife:
                 log.warning("%s: events were lost for good; the engine's cache was flushed", self._report.worker_id)
             except EngineError as exc:
                 log.warning("%s: events were lost for good, to be flushed when idle: %s", self._report.worker_id, exc)
+
+    async def _watch_load(self) -> None:
+        """Ask the engine for its load, for the heartbeat."""
+        while self.client is not None:
+            try:
+                self._loads = await self.client.loads()
+            except EngineError as exc:
+                self._loads = {}
+                log.info("%s: no load report: %s", self._report.worker_id, exc)
+            await asyncio.sleep(_LOAD_S)
 
     def _serve(
         self,

@@ -23,11 +23,13 @@ from router.ids import Incarnation, WorkerId
 from router.net import metrics
 from router.net.adapter_admin import AdapterAdmin, AdapterRoutes
 from router.net.adapters import AdapterGate, AdapterTable
+from router.net.admission import Admission
 from router.net.audit import Auditor
 from router.net.auditing import Auditing
+from router.net.decision_log import keep_log
 from router.net.dispatch import Dispatcher
 from router.net.follower import Follower
-from router.net.gauges import Gauges
+from router.net.gauges import Crowd, Gauges
 from router.net.ingress import Ingress
 from router.net.metrics import PrometheusRecorder, Recorder
 from router.net.tokenizer import PromptTokenizer
@@ -76,7 +78,7 @@ class Router:
         self._table_behind = asyncio.Event()
         #: the latest requests, for audits to ask again
         self._samples: deque[RouteRequest] = deque(maxlen=MAX_SAMPLES)
-        self._gauges = Gauges(self._core, self._record, waiting=lambda: self._gate.waiting)
+        self._gauges = Gauges(self._core, self._record, crowd=self._crowd)
         self._tasks: set[asyncio.Task[None]] = set()
         #: None where the model's tokenizer can't be loaded here
         self._tokenizer: PromptTokenizer | None = None
@@ -86,6 +88,7 @@ class Router:
         self._known_lives: set[Incarnation] = set()
         self._follower: Follower
         self._gate: AdapterGate
+        self._admission: Admission
         self._dispatcher: Dispatcher
         self._ingress: Ingress
 
@@ -103,6 +106,11 @@ class Router:
             wait_s=settings.config.adapter_wait_s,
             record_wait=lambda seconds: self._record(metrics.ADAPTER_WAIT, seconds),
         )
+        self._admission = Admission(
+            self._core,
+            settings.config.admission,
+            record_wait=lambda seconds: self._record(metrics.QUEUE_WAIT, seconds),
+        )
         self._dispatcher = Dispatcher(
             self._core,
             served_name=settings.served_name,
@@ -112,6 +120,7 @@ class Router:
             drain=self._follower.drain,
             sample=self._samples.append,
             gate=self._gate,
+            admission=self._admission,
         )
         auditor = Auditor(
             self._core, self._follower.context, ask_engine=self._dispatcher.ask_cached_tokens, samples=self._samples
@@ -128,8 +137,17 @@ class Router:
             adapters=AdapterRoutes(self._lora_table),
         )
         audits = auditing.run(settings.config.audit_interval_s)
-        for work in (self._follow_table(), self._follower.watch(), self._keep_measuring(), self._gate.run(), audits):
+        for work in (
+            self._follow_table(),
+            self._follower.watch(),
+            self._keep_measuring(),
+            self._gate.run(),
+            self._dispatcher.run(),
+            audits,
+        ):
             self._spawn(work)
+        if settings.config.decision_log is not None:
+            self._spawn(keep_log(self._core, settings.config.decision_log, router_id=settings.router_id))
         await self._ingress.start()
 
     async def follow(self, endpoints: Mapping[WorkerId, str]) -> None:
@@ -236,6 +254,14 @@ class Router:
         if self._core.update_table(view):
             self._gauges.count_loads(view)
             self._gate.changed()
+
+    def _crowd(self) -> Crowd:
+        return Crowd(
+            waiting_for_adapter=sum(self._gate.waiting.values()),
+            queued=len(self._admission),
+            refused=self._admission.refused,
+            suspensions=self._dispatcher.suspensions,
+        )
 
     def _record(self, metric: metrics.Metric, value: float, *labels: str) -> None:
         for recorder in self._recorders:

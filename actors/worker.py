@@ -66,6 +66,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     cpu_cores: tuple[int, ...] = ()
     extra_args: tuple[str, ...] = ()
+    emulated: str | None = None
+    """Profile of an emulated engine; None for SGLang's."""
     api_key: str
 
 
@@ -215,6 +217,7 @@ class Worker:
             dp_size=dp_size,
             cpu_cores=settings.cpu_cores,
             extra_args=settings.extra_args,
+            emulated=settings.emulated,
         )
 
     def _send(self) -> None:

@@ -100,13 +100,19 @@ def _parser() -> argparse.ArgumentParser:
     indexer.add_argument("--max-index-mb", type=_index_mb, default=4096, metavar="MB", help="memory of the index")
     indexer.set_defaults(command="indexer")
 
+    decisions = commands.add_parser("decisions", help="what the router chose lately, and why, term by term")
+    decisions.add_argument("--last", type=int, default=20, metavar="N", help="so many (default: %(default)s)")
+    decisions.add_argument("--replay", metavar="FILE", help="decide a log (router.decision_log) again and compare")
+    decisions.add_argument("--json", action="store_true")
+    decisions.set_defaults(command="decisions")
+
     tour = commands.add_parser("tour", help="send requests to a running deployment and compare predictions")
     tour.add_argument("--json", action="store_true")
     tour.set_defaults(command="tour")
-    for command in (route, tour, audit):
+    for command in (route, tour, audit, decisions):
         command.add_argument("--url", help="the router; default: that of the running deployment")
         command.add_argument("--api-key", help="the router's API key, if it has one")
-    for command in (down, status, route, tour, audit):
+    for command in (down, status, route, tour, audit, decisions):
         command.add_argument("--name", help="deployment; default: the only one")
 
     bench = commands.add_parser("bench", help="measure a part, side by side with a plain version")
@@ -115,10 +121,41 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="less of everything, for a smoke test")
     bench.set_defaults(command="bench")
 
+    _add_simulate(commands.add_parser("simulate", help="a trace through a fleet of model engines, in virtual time"))
+
     demo = commands.add_parser("demo", help="the laptop deployment: Ray, two engines on the CPU, a tour")
     demo.add_argument("--stop", action="store_true", help="end it and its Ray")
     demo.set_defaults(command="demo")
     return parser
+
+
+def _add_simulate(simulate: argparse.ArgumentParser) -> None:
+    simulate.add_argument("trace", help="Mooncake, agentic or simple JSON lines, see deployment/simulate/trace.py")
+    simulate.add_argument("--workers", default="16", metavar="N[,N]", help="sizes of the fleet (default: %(default)s)")
+    simulate.add_argument("--policy", default="ours", metavar="P[,P]", help="`all`, or some of: ours, round_robin, ...")
+    simulate.add_argument("--profile", default="a100-llama-8b", help="of the engines (default: %(default)s)")
+    simulate.add_argument("--adapters", type=int, default=0, metavar="K", help="0: the base model only")
+    simulate.add_argument(
+        "--popularity", default="zipf:0.9", metavar="LAW", help="uniform, zipf:A, power:A, drift:FILE"
+    )
+    simulate.add_argument("--slots", type=int, default=8, help="adapters in one batch (default: %(default)s)")
+    simulate.add_argument("--kv-tokens", type=int, default=0, help="cache of one worker; default: the profile's")
+    simulate.add_argument("--rate", type=float, default=1.0, help="times faster than the trace (default: %(default)s)")
+    simulate.add_argument("--burstiness", type=float, default=1.0, metavar="CV", help="of gaps between calls")
+    simulate.add_argument("--calls", type=int, metavar="N", help="only the first N")
+    simulate.add_argument("--scale", type=float, default=1.0, help="of lengths, for agentic traces")
+    simulate.add_argument(
+        "--reload-every", type=float, metavar="SECONDS", help="each adapter gets new weights so often"
+    )
+    simulate.add_argument("--event-delay-ms", type=float, default=1.0)
+    simulate.add_argument("--event-loss", type=float, default=0.0, metavar="SHARE")
+    simulate.add_argument("--fail-every", type=float, metavar="SECONDS", help="a worker dies so often")
+    simulate.add_argument("--fail-for", type=float, default=20.0, metavar="SECONDS")
+    simulate.add_argument("--target-ms", type=float, metavar="MS", help="say how few workers keep p90 within this")
+    simulate.add_argument("--seed", type=int, default=0)
+    simulate.add_argument("--json", action="store_true")
+    simulate.add_argument("--plot", metavar="FILE", help="distribution of times to first token, PNG or SVG")
+    simulate.set_defaults(command="simulate")
 
 
 def _port(text: str) -> int:

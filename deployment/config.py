@@ -12,6 +12,7 @@ import yaml
 
 from actors.adapters.checks import MAX_NAME_LENGTH, AdapterRejectedError, check_name
 from actors.adapters.entry import Placement
+from actors.engine.emulated.profiles import profile_of
 from actors.engine.spec import KvEventsConfig, LoraConfig, ModelConfig, PositiveInt
 from router.config import RouterConfig
 
@@ -37,6 +38,13 @@ class WorkersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """More arguments of SGLang's server, as on its command line."""
 
 
+class EmulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Section `emulation`: engines without a GPU, for scale and faults; they compute nothing and take their time."""
+
+    profile: str
+    """Whose time: one of actors/engine/emulated/profiles.py."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole deployment."""
 
@@ -46,6 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_events: KvEventsConfig = KvEventsConfig()
     lora: LoraConfig = LoraConfig()
     router: RouterConfig = RouterConfig()
+    emulation: EmulationConfig | None = None
 
     @property
     def device(self) -> str:
@@ -127,6 +136,13 @@ def _cross_check(config: Config) -> None:
             f"lora.max_loaded is {config.lora.max_loaded}, less than lora.max_loras_per_batch "
             f"{config.lora.max_loras_per_batch}: a batch couldn't be filled"
         )
+    if config.emulation is not None:
+        if workers.gpus:
+            raise ConfigError("emulation needs no GPU: set workers.gpus to 0, or leave emulation out")
+        try:
+            profile_of(config.emulation.profile)
+        except ValueError as exc:
+            raise ConfigError(f"emulation.profile: {exc}") from exc
     _check_adapters(config)
 
 

@@ -28,6 +28,7 @@ def worker_settings(config: Config, index: int, *, api_key: str) -> WorkerSettin
         lora=config.lora,
         dp_size=config.workers.dp_size,
         extra_args=config.workers.extra_args,
+        emulated=config.emulation.profile if config.emulation else None,
         api_key=api_key,
     )
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from router.admission import AdmissionConfig
 from router.cost import CostWeights
 
 
@@ -18,6 +19,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: str | None = None
     """Clients must send it as a bearer token; None lets everybody in."""
     weights: CostWeights = CostWeights()
+    admission: AdmissionConfig = AdmissionConfig()
     max_body_mb: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     """Larger request bodies are refused with 413."""
     max_index_mb: Annotated[int, msgspec.Meta(ge=16, le=1 << 20)] = 4096
@@ -28,5 +30,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     audit_interval_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0
     """Pace of the background audit, one cache at a time: compares the index with a worker's mirror and asks its engine
     one prompt. 0 turns it off."""
+    decision_log: str | None = None
+    """File that every decision is written to, with all it depended on; begun anew with each router."""
     request_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 3600.0
     """Longest life of a request."""

@@ -8,16 +8,17 @@ publish for the prompt, follows them in the index, and picks the least cost; `ex
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from router.cost import NEAR_TIE_MS, Costs, CostWeights, Demand, estimate
+from router.choice import LoggedDecision, choose
+from router.cost import CostWeights, Demand, estimate
 from router.decision import Candidate, Decision, Reason, RouteRequest
 from router.effects import Effect
 from router.errors import AdapterNotHeld, NoCapacity
+from router.evaluation import Evaluation, Made
 from router.hashing import TOKEN_BYTES
 from router.ids import LoraId, SourceId, WorkerId
 from router.ingest import EventIngest, SourceState
@@ -26,19 +27,10 @@ from router.predict import Place, Predictor
 from router.reports import TableView, WorkerReport, WorkerState
 from router.roster import Roster, Target, WorkerRecord
 
+MAX_KEPT = 1024
+"""Decisions that a router can show."""
 MAX_EXTRA_KEYS = 64
 """extra_keys that attestation tries where a hash isn't explained without."""
-
-
-@dataclass(slots=True)
-class _Evaluation:
-    """Candidates of one request, all sequences parallel."""
-
-    targets: list[Target]
-    states: list[SourceState]
-    lora_ids: list[LoraId | None]
-    predicted: list[int | None]
-    costs: Costs
 
 
 class RouterCore:
@@ -63,7 +55,11 @@ class RouterCore:
             output_tokens=weights.output_tokens,
         )
         self._weights = weights
-        self._rng = rng
+        #: draws lots among equals, see choice.py
+        self.seed = rng.getrandbits(64)
+        self._num_decisions = 0
+        #: the latest decisions
+        self._recent: deque[Made] = deque(maxlen=MAX_KEPT)
         #: extra_keys of requests, the latest last; attestors look at them
         self._extra_keys: dict[str, None] = {}
         self._roster = Roster(self.ingest, self.load, extra_keys=self._extra_keys.keys())
@@ -77,6 +73,10 @@ class RouterCore:
     def silence(self, worker_id: WorkerId) -> None:
         """See Roster."""
         self._roster.silence(worker_id)
+
+    def suspend(self, worker_id: WorkerId, *, suspended: bool) -> None:
+        """See Roster."""
+        self._roster.suspend(worker_id, suspended=suspended)
 
     def forget(self, worker_id: WorkerId) -> list[Effect]:
         """See Roster."""
@@ -110,12 +110,17 @@ class RouterCore:
             NoCapacity: no ready worker can serve the request.
         """
         found = self._evaluate(request)
-        total = found.costs.total
-        near = np.flatnonzero(total <= total.min() + NEAR_TIE_MS)
-        if len(near) > 1:
-            running = self.load.running[[found.targets[i].column for i in near.tolist()]]
-            near = near[running == running.min()]
-        return self._decision(request, found, int(near[0] if len(near) == 1 else self._rng.choice(near)))
+        running = self.load.busy[found.columns]
+        number = self._num_decisions
+        i = choose(found.costs.total, running, seed=self.seed, number=number)
+        self._num_decisions += 1
+        decision = self._decision(request, found, i)
+        self._recent.append(Made(number, request, decision, found, i, running))
+        return decision
+
+    def decisions(self, *, since: int = 0) -> list[LoggedDecision]:
+        """The latest decisions in order, those from number `since` on."""
+        return [made.logged() for made in self._recent if made.number >= since]
 
     def explain(self, request: RouteRequest) -> list[Candidate]:
         """Every source that `route` would weigh, cheapest first. Changes nothing."""
@@ -127,7 +132,7 @@ class RouterCore:
                 state=found.states[i],
                 predicted_cached_tokens=found.predicted[i],
                 cost_ms=round(float(found.costs.total[i]), 3),
-                terms=found.costs.row(i),
+                terms={name: round(ms, 3) for name, ms in found.costs.row(i).items()},
             )
             for i in order.tolist()
         ]
@@ -151,6 +156,7 @@ class RouterCore:
             now_s=now_s,
             kv_tokens=decision.kv_tokens,
             num_slots=decision.num_slots,
+            capacity_tokens=decision.capacity_tokens,
         )
 
     def least_loaded(self) -> WorkerRecord | None:
@@ -162,6 +168,27 @@ class RouterCore:
     def ready_workers(self) -> list[WorkerRecord]:
         """Workers that requests may go to."""
         return [target.record for target in self._roster.routable]
+
+    def has_room(self, adapter: str | None, *, now_s: float, max_queue_ms: float) -> bool:
+        """Whether a request could be sent somewhere and not only wait there.
+
+        Where nobody is ready, or nobody holds the adapter, too: routing says what to do then.
+        """
+        eligible = False
+        for target in self._roster.routable:
+            if adapter is not None and adapter not in target.record.adapters:
+                continue
+            eligible = True
+            report = target.record.report
+            if self.load.has_room(
+                target.column,
+                now_s=now_s,
+                max_queue_ms=max_queue_ms,
+                max_running=target.record.max_running,
+                capacity_tokens=report.max_total_tokens,
+            ):
+                return True
+        return not eligible
 
     def preferences(self, adapter: str) -> list[WorkerId]:
         """Ready workers that don't hold the adapter, the least loaded first: where it had best be loaded."""
@@ -201,7 +228,7 @@ class RouterCore:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, request: RouteRequest) -> _Evaluation:
+    def _evaluate(self, request: RouteRequest) -> Evaluation:
         targets: list[Target] = []
         lora_ids: list[LoraId | None] = []
         for target in self._roster.routable:
@@ -218,26 +245,29 @@ class RouterCore:
         if request.extra_key is not None:
             self._remember_key(request.extra_key)
         predicted = self._predict(request, targets, lora_ids, states)
-        num_tokens = len(request.packed_tokens or b"") // TOKEN_BYTES
+        num_tokens = request.num_tokens
+        columns = np.array([target.column for target in targets])
         costs = estimate(
             self.load,
             self._weights,
-            np.array([target.column for target in targets]),
+            columns,
             Demand(
+                now_s=request.now_s,
                 uncached_tokens=np.array([float(num_tokens - (cached or 0)) for cached in predicted]),
                 output_tokens=self._output_tokens(request),
                 lora_ids=lora_ids,
                 num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
-                capacity_tokens=np.array([target.record.report.max_total_tokens or np.inf for target in targets]),
+                capacity_tokens=np.array([float(t.record.report.max_total_tokens or np.inf) for t in targets]),
             ),
         )
-        return _Evaluation(targets, states, lora_ids, predicted, costs)
+        return Evaluation(targets, states, lora_ids, predicted, columns, costs)
 
     def _wait_ms(self, target: Target) -> float:
         """What is booked on a source already."""
         column = target.column
-        queued_ms = self.load.speed.ms(column, float(self.load.queued_tokens[column]))
-        return queued_ms + float(self.load.running[column] * self._weights.decode_ms_per_request)
+        return float(self.load.queued_ms[column]) + float(
+            self.load.running[column] * self._weights.decode_ms_per_request
+        )
 
     def _output_tokens(self, request: RouteRequest) -> float:
         """Output to expect."""
@@ -286,7 +316,7 @@ class RouterCore:
         if len(self._extra_keys) > MAX_EXTRA_KEYS:
             del self._extra_keys[next(iter(self._extra_keys))]
 
-    def _decision(self, request: RouteRequest, found: _Evaluation, i: int) -> Decision:
+    def _decision(self, request: RouteRequest, found: Evaluation, i: int) -> Decision:
         target, predicted = found.targets[i], found.predicted[i]
         record, source = target.record, target.source
         num_tokens = None if request.packed_tokens is None else len(request.packed_tokens) // TOKEN_BYTES
@@ -303,6 +333,7 @@ class RouterCore:
             uncached_tokens=(num_tokens or 0) - (predicted or 0),
             kv_tokens=int((num_tokens or 0) - (predicted or 0) + self._output_tokens(request)),
             num_slots=record.report.max_loras_per_batch,
+            capacity_tokens=record.report.max_total_tokens,
             cost_ms=float(found.costs.total[i]),
         )
 

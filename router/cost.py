@@ -8,6 +8,7 @@
 | slot | one adapter more than fit a batch: all requests of another must end |
 | swap | the adapter's weights on their way from the host's memory to the GPU |
 | memory | running requests must end before the prompt fits the KV cache |
+| others | nothing of its own: what its computing takes from the requests after it |
 
 More of the prompt cached never raises a cost, and more load never lowers one.
 """
@@ -24,14 +25,15 @@ from numba import float64, int64, njit, uint8, void
 from numpy.typing import NDArray
 
 from router.ids import LoraId
-from router.load import DISTINCT, KV, QUEUED, RECENT, REQUEST_MS, RUNNING, RUNS, SLOT_MS, LoadBook
+from router.load import DISTINCT, FOREIGN, KV, RECENT, RUNNING, RUNS, LoadBook, queue_ms
 from router.speed import curve_ms
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-TERMS: Final = ("prefill", "queue", "decode", "slot", "swap", "memory")
+TERMS: Final = ("prefill", "queue", "decode", "slot", "swap", "memory", "others")
 NEAR_TIE_MS: Final = 0.5
-"""Costs closer than this are equal: an estimate isn't better than that."""
+NEAR_TIE_SHARE: Final = 0.05
+"""Costs closer than this, or than so much of the least, are equal: an estimate isn't better than that."""
 
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -52,6 +54,8 @@ class CostWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """From host memory into a slot."""
     adapter_load_ms: NonNegative = 1000.0
     """From storage into host memory; a holder that costs so much more than another worker gets company."""
+    others_share: NonNegative = 0.25
+    """What computing takes from requests that come after, as a share of its time."""
     request_ms: Positive = 5000.0
     """From first token to end, until measured."""
     output_tokens: Positive = 256.0
@@ -62,6 +66,7 @@ class CostWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Demand:
     """What a request asks of each candidate; the arrays run parallel."""
 
+    now_s: float
     uncached_tokens: Floats
     output_tokens: float
     lora_ids: Sequence[LoraId | None]
@@ -83,7 +88,7 @@ class Costs:
 
     def row(self, i: int) -> dict[str, float]:
         """Terms of one candidate that aren't zero; they sum to its cost."""
-        return {name: round(value, 3) for name, value in zip(TERMS, self._terms[:, i].tolist(), strict=True) if value}
+        return {name: value for name, value in zip(TERMS, self._terms[:, i].tolist(), strict=True) if value}
 
 
 def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand) -> Costs:
@@ -94,9 +99,12 @@ def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand
     for lora_id in own:  # workers that hold other weights under the name, for a moment
         flags |= book.flags(lora_id, columns)
     swap_ms = weights.adapter_swap_ms if any(demand.lora_ids) else 0.0
-    assumed = np.array([demand.output_tokens, weights.decode_ms_per_request, swap_ms])
+    assumed = np.array([
+        demand.now_s, demand.output_tokens, weights.decode_ms_per_request, swap_ms, weights.others_share,
+        book.slot_ms, book.request_ms,
+    ])  # fmt: skip
     _terms(
-        book.state, book.speed.log_ms, columns, flags,
+        book.state, book.speed.log_ms, book.speed.factors, columns, flags,
         demand.uncached_tokens, demand.num_slots, demand.capacity_tokens, assumed, terms,
     )  # fmt: skip
     return Costs(terms)
@@ -104,23 +112,24 @@ def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand
 
 @njit(
     void(
-        float64[:, ::1], float64[:, ::1], int64[::1], uint8[::1],
+        float64[:, ::1], float64[::1], float64[::1], int64[::1], uint8[::1],
         float64[::1], int64[::1], float64[::1], float64[::1], float64[:, ::1],
     ),
     cache=True,
 )  # fmt: skip
-def _terms(state, log_ms, columns, flags, uncached, num_slots, capacity, assumed, terms):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+def _terms(state, curve, factors, columns, flags, uncached, num_slots, capacity, assumed, terms):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
     """Fills `terms`, a row for each of TERMS. One pass: as many array operations would cost ten times as much."""
-    output_tokens, decode_ms, swap_ms = assumed
+    now_s, output_tokens, decode_ms, swap_ms, others_share, slot_ms, request_ms = assumed
     for i in range(len(columns)):
         row = state[columns[i]]
-        curve = log_ms[columns[i]]
-        prefill = curve_ms(curve, uncached[i])
+        factor = factors[columns[i]]
+        prefill = factor * curve_ms(curve, uncached[i])
         terms[0, i] = prefill
-        terms[1, i] = curve_ms(curve, uncached[i] + row[QUEUED]) - prefill
-        terms[2, i] = row[RUNNING] * decode_ms
+        terms[1, i] = queue_ms(row, now_s)
+        terms[2, i] = max(0.0, row[RUNNING] + row[FOREIGN]) * decode_ms
         over = 0.0 if flags[i] & RUNS or num_slots[i] == 0 else max(0.0, row[DISTINCT] + 1 - num_slots[i])
-        terms[3, i] = over * row[SLOT_MS]
+        terms[3, i] = over * slot_ms
         terms[4, i] = 0.0 if flags[i] & RECENT else swap_ms
         missing = row[KV] + uncached[i] + output_tokens - capacity[i]
-        terms[5, i] = row[REQUEST_MS] * min(missing / row[KV], 1.0) if missing > 0 and row[KV] > 0 else 0.0
+        terms[5, i] = request_ms * missing / min(row[KV], capacity[i]) if missing > 0 and row[KV] > 0 else 0.0
+        terms[6, i] = prefill * others_share

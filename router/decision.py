@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from router.hashing import TOKEN_BYTES
 from router.ids import LoraId, SourceId, WorkerId
 from router.ingest import SourceState
 
@@ -40,8 +41,15 @@ class RouteRequest:
     """The engine may reuse at most so many (asked for prompt logprobs, say); None for no limit of its own."""
     max_output_tokens: int | None = None
     """The client's limit; None for none."""
+    now_s: float = 0.0
+    """On the clock of the bookings."""
     exclude: Collection[WorkerId] = field(default=frozenset())
     """Workers that failed this request already."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt; 0 where it isn't tokenized."""
+        return len(self.packed_tokens or b"") // TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,4 +81,6 @@ class Decision:
     kv_tokens: int
     """What it will take of the KV cache beyond what is cached, output included."""
     num_slots: int
+    capacity_tokens: int
+    """Of its KV cache; 0 where unknown."""
     cost_ms: float

@@ -80,6 +80,19 @@ class NoCapacity(RouterError):
     code = "no_worker_available"
 
 
+class Overloaded(RouterError):
+    """More requests than the fleet can take; come back after `retry_after_s`."""
+
+    status = 429
+    code = "queue_full"
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: int, code: str = "queue_full") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.code = code
+
+
 class AdapterNotHeld(NoCapacity):
     """The adapter is offered, and no ready worker holds it yet."""
 

@@ -6,10 +6,11 @@ holds the generation of its column: once the column belongs to another source, i
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Final
 
 import numpy as np
+from numba import float64, njit
 from numpy.typing import NDArray
 
 from router.ids import LoraId
@@ -18,17 +19,30 @@ from router.speed import SpeedBook
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-QUEUED, RUNNING, KV, DISTINCT, SLOT_MS, REQUEST_MS = range(6)
+QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, DISTINCT, FOREIGN = range(7)
 """Fields of `LoadBook.state`."""
 RUNS: Final = 1
 """`LoadBook.flags`: requests of the adapter run there."""
 RECENT: Final = 2
 """It is among the last that as many slots hold."""
 
-_GAIN: Final = 0.1
-"""Weight of one request in the averages: about twenty follow a change."""
+_REPORTS: Final = 3
+"""Reports of an engine whose middle is believed: requests come and go between its count and ours."""
+_MIN_DRIFT: Final = 2.0
+_DRIFT_SHARE: Final = 0.2
+"""A difference up to so much of what is booked is a matter of moments."""
+MIN_QUEUE_SHARE: Final = 0.25
+"""A queue that is overdue isn't gone: its source is slower than thought, or stands still."""
+_GAIN: Final = 0.02
+"""Weight of one request in the averages of the fleet: a hundred follow a change."""
 _MAX_FACTOR: Final = 4.0
 """A sample counts at most this factor away from its average."""
+
+
+@njit(float64(float64[::1], float64), cache=True)
+def queue_ms(row, now_s):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+    """What is left of the prompts that wait, by a row of `LoadBook.state`."""
+    return max(row[QUEUED_MS] - max(0.0, now_s - row[PROGRESS_S]) * 1000, row[QUEUED_MS] * MIN_QUEUE_SHARE)
 
 
 class LoadBook:
@@ -47,10 +61,12 @@ class LoadBook:
         #: output of a request, as seen lately
         self.output_tokens = output_tokens
         self.speed = SpeedBook(tokens_per_s=prefill_tokens_per_s, overhead_ms=overhead_ms)
-        self._prior: Floats = np.zeros(REQUEST_MS + 1)
-        self._prior[[SLOT_MS, REQUEST_MS]] = slot_wait_ms, request_ms
+        #: wait for a LoRA slot, for each adapter too many, as seen lately
+        self.slot_ms = slot_wait_ms
+        #: time from first token to end, as seen lately
+        self.request_ms = request_ms
         #: a row a column, see the properties
-        self.state: Floats = np.zeros((0, len(self._prior)))
+        self.state: Floats = np.zeros((0, FOREIGN + 1))
         #: by column, what adapters have requests there, and how many; None is the base model
         self.adapters: list[dict[LoraId | None, int]] = []
         #: by column, adapters in the order of their last use, the latest last
@@ -58,6 +74,10 @@ class LoadBook:
         self._recent_at: dict[LoraId, set[int]] = {}
         self._running_at: dict[LoraId | None, set[int]] = {}
         self._generation = np.zeros(0, np.int64)
+        #: by column, how engines' own counts differed from ours lately
+        self._differences: list[deque[float]] = []
+        #: times that an engine's count was found to differ for a while
+        self.drifts = 0
 
     @property
     def queued_tokens(self) -> Floats:
@@ -65,9 +85,24 @@ class LoadBook:
         return self.state[:, QUEUED]
 
     @property
+    def queued_ms(self) -> Floats:
+        """What computing them should take, progress apart."""
+        return self.state[:, QUEUED_MS]
+
+    @property
     def running(self) -> Floats:
         """Requests dispatched and not finished."""
         return self.state[:, RUNNING]
+
+    @property
+    def busy(self) -> Floats:
+        """Requests that run or wait at each source, wherever they come from."""
+        return np.maximum(0.0, self.state[:, RUNNING] + self.state[:, FOREIGN])
+
+    @property
+    def foreign(self) -> Floats:
+        """Requests that engines have beyond those booked here (other routers'), or, below zero, that they lack."""
+        return self.state[:, FOREIGN]
 
     @property
     def kv_tokens(self) -> Floats:
@@ -79,34 +114,26 @@ class LoadBook:
         """Distinct adapters, the base model being one, with a request that isn't finished."""
         return self.state[:, DISTINCT]
 
-    @property
-    def slot_ms(self) -> Floats:
-        """Wait for a LoRA slot, for each adapter too many, as seen lately."""
-        return self.state[:, SLOT_MS]
-
-    @property
-    def request_ms(self) -> Floats:
-        """Time from first token to end, as seen lately."""
-        return self.state[:, REQUEST_MS]
-
     def widen(self, num_columns: int) -> None:
         """Make room for columns below `num_columns`."""
         more = num_columns - len(self.state)
         if more <= 0:
             return
         self.speed.widen(more)
-        self.state = np.vstack([self.state, np.tile(self._prior, (more, 1))])
+        self.state = np.vstack([self.state, np.zeros((more, FOREIGN + 1))])
         self._generation = np.append(self._generation, np.zeros(more, np.int64))
         self.adapters += [{} for _ in range(more)]
         self._recent += [OrderedDict() for _ in range(more)]
+        self._differences += [deque(maxlen=_REPORTS) for _ in range(more)]
 
     def reset(self, column: int) -> None:
         """The column's source is gone; its open bookings become void."""
         self.speed.reset(column)
-        self.state[column] = self._prior
+        self.state[column] = 0
         for adapter in self.adapters[column]:
             self._leave(column, adapter)
         self.adapters[column] = {}
+        self._differences[column].clear()
         for lora_id in list(self._recent[column]):
             self._forget_recent(column, lora_id)
         self._generation[column] += 1
@@ -120,27 +147,54 @@ class LoadBook:
         now_s: float,
         kv_tokens: int = 0,
         num_slots: int = 0,
+        capacity_tokens: int = 0,
     ) -> Booking:
         """Book a request that is about to be sent.
 
         `tokens` is what its engine will have to compute, `kv_tokens` what it will take of the cache, output included,
-        `num_slots` how many adapters run there at once (0: any).
+        `num_slots` how many adapters run there at once, `capacity_tokens` the cache's size (0: any).
         """
         over = 0
         if num_slots and lora_id not in self.adapters[column]:
             over = max(0, int(self.distinct[column]) + 1 - num_slots)
         booking = Booking(self, column, tokens=tokens, kv_tokens=kv_tokens, lora_id=lora_id, now_s=now_s, over=over)
+        booking.cramped = 0 < capacity_tokens < self.state[column, KV] + kv_tokens
         counts = self.adapters[column]
         counts[lora_id] = counts.get(lora_id, 0) + 1
         self._running_at.setdefault(lora_id, set()).add(column)
         row = self.state[column]
+        if not row[QUEUED]:
+            row[PROGRESS_S] = now_s
         row[QUEUED] += tokens
+        row[QUEUED_MS] += booking.own_ms
         row[RUNNING] += 1
         row[KV] += kv_tokens
         row[DISTINCT] = len(counts)
         if lora_id is not None and num_slots:
             self._use(column, lora_id, num_slots)
         return booking
+
+    def reported(self, column: int, requests: int) -> None:
+        """An engine says how many requests it has, as of a moment ago."""
+        row = self.state[column]
+        seen = self._differences[column]
+        seen.append(requests - float(row[RUNNING]))
+        typical = sorted(seen)[len(seen) // 2]
+        is_drift = len(seen) == _REPORTS and abs(typical) > max(_MIN_DRIFT, _DRIFT_SHARE * row[RUNNING])
+        if is_drift and not row[FOREIGN]:
+            self.drifts += 1
+        row[FOREIGN] = typical if is_drift else 0.0
+
+    def has_room(
+        self, column: int, *, now_s: float, max_queue_ms: float, max_running: int, capacity_tokens: int
+    ) -> bool:
+        """Whether a request sent now would soon be computed there, not only wait. Limits of 0 are none."""
+        row = self.state[column]
+        if max_running and row[RUNNING] + row[FOREIGN] >= max_running:
+            return False
+        if capacity_tokens and row[KV] >= capacity_tokens:
+            return False
+        return bool(queue_ms(row, now_s) <= max_queue_ms)
 
     def flags(self, lora_id: LoraId | None, columns: Ints) -> NDArray[np.uint8]:
         """RUNS and RECENT of the adapter at each column."""
@@ -159,14 +213,9 @@ class LoadBook:
         """Changes when the column goes to another source."""
         return int(self._generation[column])
 
-    def learn(self, column: int, field: int, sample: float) -> None:
-        """Take a sample into the averages SLOT_MS or REQUEST_MS."""
-        now = float(self.state[column, field])
-        self.state[column, field] += _GAIN * (min(max(sample, now / _MAX_FACTOR), now * _MAX_FACTOR) - now)
-
     def learn_output(self, tokens: int) -> None:
         """A request has ended with so many tokens of output."""
-        self.output_tokens += _GAIN * (min(tokens, self.output_tokens * _MAX_FACTOR) - self.output_tokens)
+        self.output_tokens = _average(self.output_tokens, tokens)
 
     def check(self) -> None:
         """Invariants; for tests."""
@@ -186,6 +235,12 @@ class LoadBook:
         assert {(c, a) for c, counts in enumerate(self.adapters) for a in counts} == {
             (c, a) for a, at in self._running_at.items() for c in at
         }
+
+    def _computed(self, column: int, tokens: int, own_ms: float) -> None:
+        """A prompt waits no longer."""
+        row = self.state[column]
+        row[QUEUED] -= tokens
+        row[QUEUED_MS] = max(0.0, row[QUEUED_MS] - own_ms) if row[QUEUED] else 0.0
 
     def _end(self, column: int, lora_id: LoraId | None, kv_tokens: int) -> None:
         counts = self.adapters[column]
@@ -222,8 +277,8 @@ class Booking:
     """One request's share of a source, from dispatch to its end. Every method may be called again without effect."""
 
     __slots__ = (
-        "_ahead", "_book", "_column", "_first_s", "_generation", "_kv_tokens", "_lora_id", "_over", "_queued",
-        "_running", "_since_s", "_tokens", "timed",
+        "_ahead_ms", "_book", "_column", "_first_s", "_generation", "_kv_tokens", "_lora_id", "_over", "_queued",
+        "_running", "_since_s", "_tokens", "cramped", "own_ms", "timed",
     )  # fmt: skip
 
     def __init__(
@@ -246,13 +301,23 @@ class Booking:
         self._since_s = now_s
         #: adapters too many for the slots, this one's included
         self._over = over
-        #: tokens that wait ahead
-        self._ahead = float(book.queued_tokens[column])
+        #: what its own prompt should take
+        self.own_ms = book.speed.ms(column, tokens)
+        #: what is left of those before it
+        self._ahead_ms = float(queue_ms(book.state[column], now_s))
         self._queued = True
         self._running = True
         self._first_s: float | None = None
         #: the first byte shows when the first token was there; not so for an answer that comes whole
         self.timed = True
+        #: it may have to wait for memory, which says nothing of speed
+        self.cramped = False
+
+    def __enter__(self) -> Booking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
 
     def first_token(self, *, now_s: float) -> None:
         """The engine has answered the first byte of output: the prompt is computed."""
@@ -263,16 +328,16 @@ class Booking:
         book, column = self._book, self._column
         if not book.is_current(column, self._generation):
             return
-        book.state[column, QUEUED] -= self._tokens
-        if not self.timed:
+        book._computed(column, self._tokens, self.own_ms)
+        book.state[column, PROGRESS_S] = now_s
+        if not self.timed or self.cramped:
             return
         took_ms = (now_s - self._since_s) * 1000
-        work = self._ahead + self._tokens
         if self._over:
-            computing_ms = book.speed.ms(column, work)
-            book.learn(column, SLOT_MS, max(0.0, took_ms - computing_ms) / self._over)
+            waited_ms = max(0.0, took_ms - self._ahead_ms - self.own_ms)
+            book.slot_ms = _average(book.slot_ms, waited_ms / self._over)
         else:
-            book.speed.observe(column, tokens=work, took_ms=took_ms)
+            book.speed.observe(column, tokens=self._tokens, ahead_ms=self._ahead_ms, took_ms=took_ms)
 
     def finish(self, *, now_s: float | None = None) -> None:
         """The request is over, however it ended; `now_s` where it ended well."""
@@ -284,7 +349,11 @@ class Booking:
             return
         if self._queued:
             self._queued = False
-            book.state[column, QUEUED] -= self._tokens
+            book._computed(column, self._tokens, self.own_ms)
         elif now_s is not None and self.timed and self._first_s is not None:
-            book.learn(column, REQUEST_MS, (now_s - self._first_s) * 1000)
+            book.request_ms = _average(book.request_ms, (now_s - self._first_s) * 1000)
         book._end(column, self._lora_id, self._kv_tokens)
+
+
+def _average(now: float, sample: float) -> float:
+    return now + _GAIN * (min(max(sample, now / _MAX_FACTOR), now * _MAX_FACTOR) - now)

@@ -33,6 +33,17 @@ class AdapterState(StrEnum):
     """To be given up: no new request goes there."""
 
 
+class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of one rank's load (SGLang's /v1/loads)."""
+
+    running: int
+    waiting: int
+    used_tokens: int = 0
+    """Of the KV cache, what is only cached apart."""
+    max_running: int = 0
+    """Requests in a batch at most; 0 where unknown."""
+
+
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache of a worker: where it publishes, and how far it is."""
 
@@ -41,6 +52,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     last_seq: int | None = None
     """Sequence number of the last batch that the worker itself has seen; None before the first."""
+    load: RankLoad | None = None
+    """A second old at most; None where the engine doesn't tell."""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,10 @@ class WorkerRecord:
     adapters: dict[str, LoraId] = field(default_factory=dict)
     #: unheard for a while: asked last, and nothing is predicted for it
     silent: bool = False
+    #: it fails or stands still: asked last until a probe finds it well
+    suspended: bool = False
+    #: requests in a batch of one rank, as its engine says; 0 where unknown
+    max_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class Target:
 
 
 class Roster:
-    """See the module. Mutators: `report`, `silence`, `forget`, `update_table`."""
+    """See the module. Mutators: `report`, `silence`, `suspend`, `forget`, `update_table`."""
 
     def __init__(self, ingest: EventIngest, load: LoadBook, *, extra_keys: Collection[str]) -> None:
         """`extra_keys`: those that requests have used lately; a live view, for attestation."""
@@ -56,7 +60,7 @@ class Roster:
         self.workers: dict[WorkerId, WorkerRecord] = {}
         #: engine lives that were followed by another, by worker
         self.restarts: Counter[WorkerId] = Counter()
-        #: all and only sources of ready workers, in the order of workers; silent ones only where all are
+        #: all and only sources of ready workers, in the order of workers; silent and suspended ones only where all are
         self.routable: list[Target] = []
         #: all and only loaded adapters of the table copy
         self._loaded: dict[tuple[WorkerId, Incarnation], dict[str, LoraId]] = {}
@@ -82,6 +86,9 @@ class Roster:
         for source, rank in zip(record.sources, report.ranks, strict=False):
             if report.fault:
                 self._ingest.condemn(source, report.fault)
+            if rank.load is not None:
+                record.max_running = rank.load.max_running
+                self._load.reported(self._ingest.column(source), rank.load.running + rank.load.waiting)
             if rank.last_seq is not None:
                 effects += self._ingest.announced(source, rank.last_seq)
         return effects
@@ -102,6 +109,13 @@ class Roster:
         record = self.workers.get(worker_id)
         if record is not None and not record.silent:
             record.silent = True
+            self._refresh_routable()
+
+    def suspend(self, worker_id: WorkerId, *, suspended: bool) -> None:
+        """The worker's engine fails, or it is well again. Another incarnation isn't suspended."""
+        record = self.workers.get(worker_id)
+        if record is not None and record.suspended is not suspended:
+            record.suspended = suspended
             self._refresh_routable()
 
     def update_table(self, view: TableView) -> bool:
@@ -149,9 +163,10 @@ class Roster:
     def _refresh_routable(self) -> None:
         ready = [record for record in self.workers.values() if record.report.state is WorkerState.READY]
         heard = [record for record in ready if not record.silent]
+        well = [record for record in heard if not record.suspended]
         self.routable = [
             Target(record, source, self._ingest.column(source))
-            for record in heard or ready  # nobody is heard: the fault may be ours
+            for record in well or heard or ready  # nobody is: the fault may be ours
             for source in record.sources
         ]
 

@@ -1,10 +1,11 @@
-"""How fast each source computes: milliseconds to the first token by tokens to compute, learned from what it does.
+"""How fast sources compute: milliseconds to the first token by tokens to compute, learned from what they do.
 
-Theory of operation. A curve per source, its knots at powers of two, in logarithms: `ms(n)` is the time until `n`
-tokens are computed, prompts that wait ahead included. One knot costs what short prompts cost whatever their length;
-attention makes long ones dearer than their length; both are in the curve. A sample moves the two knots beside it,
-by a fraction of the logarithm of its error and never by more than a factor, so that one stall moves little; knots
-that no sample has touched follow, so that the first samples set the scale. The curve never falls.
+Theory of operation. One curve for all sources, since most fleets are of one kind, and a factor for each. The curve's
+knots are at powers of two, in logarithms: what a prompt of `n` uncached tokens takes. One end of it is what short
+prompts cost whatever their length; attention makes long ones dearer than their length; both are in the curve. A sample
+is a time to first token against what was expected, prompts ahead included. It moves the two knots beside its length,
+and its source's factor, by a fraction of the logarithm of its error and by no more than a step, so that one stall moves
+little; knots that no sample has touched follow, so that the first samples set the scale. The curve never falls.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ FIRST: Final = 4
 """log2 of the first knot's tokens: 16, below which prompts time the HTTP stack."""
 NUM_KNOTS: Final = 14
 """The last knot is at 131,072 tokens; beyond it the cost grows with the length."""
-_GAIN: Final = 0.25
-"""Share of an error that a sample corrects: about ten samples follow a change."""
-_FIRST_GAIN: Final = 0.5
-_MAX_LOG: Final = math.log(2.0)
-"""A sample counts at most this factor away from the curve, once a knot has been seen often."""
-_FIRST_MAX_LOG: Final = math.log(64.0)
-_OFTEN: Final = 4
+_GAIN: Final = 0.1
+"""Share of an error that a sample corrects in the curve."""
+_FACTOR_GAIN: Final = 0.02
+"""The same in its source's factor: most differences between sources are chance."""
+_FEW: Final = 8
+"""So many first samples of a knot, or a source, count for more: each as in a plain average."""
+_MAX_STEP: Final = math.log(1.5)
+"""A sample counts at most this factor away from what was expected, but for the first few."""
+_FIRST_MAX_STEP: Final = math.log(256.0)
 LN_2: Final = math.log(2.0)
 _KNOT_TOKENS: Final = 2.0 ** (FIRST + np.arange(NUM_KNOTS))
 
 
 @njit(float64(float64[::1], float64), cache=True)
 def curve_ms(log_ms, tokens):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
-    """Milliseconds until `tokens` are computed, by a row of `SpeedBook.log_ms`; 0 for none."""
+    """Milliseconds until `tokens` are computed, by the logarithms at the knots; 0 for none."""
     if tokens <= 0:
         return 0.0
     at = max(math.log2(tokens) - FIRST, 0.0)
@@ -46,60 +49,81 @@ def curve_ms(log_ms, tokens):  # type: ignore[no-untyped-def]  # numba compiles 
 
 
 class SpeedBook:
-    """Curves by column. Positive, finite and rising, whatever the samples."""
+    """The curve, and factors by column. Positive, finite and rising, whatever the samples."""
 
     def __init__(self, *, tokens_per_s: float, overhead_ms: float) -> None:
-        """The curve assumed of a source until it has shown its own."""
-        self._prior: Floats = np.log(overhead_ms + _KNOT_TOKENS * 1000.0 / tokens_per_s)
-        #: logarithm of each knot's milliseconds, a row a column
-        self.log_ms: Floats = np.zeros((0, NUM_KNOTS))
-        self._seen: NDArray[np.int64] = np.zeros((0, NUM_KNOTS), np.int64)
+        """The curve assumed until one is learned."""
+        #: logarithm of each knot's milliseconds
+        self.log_ms: Floats = np.log(overhead_ms + _KNOT_TOKENS * 1000.0 / tokens_per_s)
+        self._seen: NDArray[np.int64] = np.zeros(NUM_KNOTS, np.int64)
+        #: by column, how many times longer than by the curve it takes
+        self.factors: Floats = np.zeros(0)
+        self._samples: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def widen(self, more: int) -> None:
         """Room for so many more columns."""
-        self.log_ms = np.vstack([self.log_ms, np.tile(self._prior, (more, 1))])
-        self._seen = np.vstack([self._seen, np.zeros((more, NUM_KNOTS), np.int64)])
+        self.factors = np.append(self.factors, np.ones(more))
+        self._samples = np.append(self._samples, np.zeros(more, np.int64))
 
     def reset(self, column: int) -> None:
         """The column belongs to another source."""
-        self.log_ms[column] = self._prior
-        self._seen[column] = 0
+        self.factors[column] = 1.0
+        self._samples[column] = 0
 
     def num_samples(self, column: int) -> int:
-        """Samples that the column's curve stands on, by the knot that has most."""
-        return int(self._seen[column].max())
+        """Samples of this source."""
+        return int(self._samples[column])
 
     def ms(self, column: int, tokens: float) -> float:
         """Time to compute so many tokens; 0 for none."""
-        return float(curve_ms(self.log_ms[column], tokens))
+        return float(self.factors[column] * curve_ms(self.log_ms, tokens))
 
     def tokens_per_s(self, column: int) -> float:
-        """Speed at long prompts, for people: the slope of the curve's upper half where it has been seen."""
-        seen = np.flatnonzero(self._seen[column])
-        top = int(seen[-1]) if len(seen) else NUM_KNOTS - 1
-        return float(_KNOT_TOKENS[top] / math.exp(self.log_ms[column, top]) * 1000.0)
+        """Speed at the longest prompts seen, for people."""
+        seen = np.flatnonzero(self._seen)
+        tokens = float(_KNOT_TOKENS[seen[-1] if len(seen) else NUM_KNOTS - 1])
+        return tokens / self.ms(column, tokens) * 1000.0
 
-    def observe(self, column: int, *, tokens: float, took_ms: float) -> None:
-        """`tokens` were computed, waiting ahead included, `took_ms` after they were sent."""
+    def observe(self, column: int, *, tokens: int, ahead_ms: float, took_ms: float) -> None:
+        """A first token came `took_ms` after its request was sent: `tokens` were computed, `ahead_ms` waited for."""
         if tokens < 1 or not took_ms > 0 or not math.isfinite(took_ms):
             return
-        row, seen = self.log_ms[column], self._seen[column]
+        own_ms = self.ms(column, tokens)
+        share = own_ms / (own_ms + ahead_ms)
+        error = math.log(took_ms / (own_ms + ahead_ms))
+        self._bend(tokens, error, share)
+        if self._samples.sum() > 0:  # of the very first sample, all is the curve's
+            step = _step(error, int(self._samples[column]), is_first=False)
+            self.factors[column] *= math.exp(step * max(_FACTOR_GAIN, 0.5 / (self._samples[column] + 1)))
+        self._samples[column] += 1
+        self._center()
+
+    def _bend(self, tokens: float, error: float, weight: float) -> None:
+        """Move the curve at `tokens`, by as much of the error as is its own."""
         at = min(max(math.log2(tokens) - FIRST, 0.0), NUM_KNOTS - 1.0)
         knot = min(int(at), NUM_KNOTS - 2)
         share = at - knot
         nearest = knot + (share > 0.5)
-        guess = row[knot] + share * (row[knot + 1] - row[knot])
-        rare = seen[nearest] < _OFTEN
-        limit = _FIRST_MAX_LOG if not seen.any() else 2 * _MAX_LOG if rare else _MAX_LOG
-        step = (_FIRST_GAIN if rare else _GAIN) * min(max(math.log(took_ms) - guess, -limit), limit)
-        if not seen.any():
-            step *= 1 / _FIRST_GAIN  # the first sample sets the scale
-        unseen = seen == 0
+        count = int(self._seen[nearest])
+        is_first = not self._seen.any()
+        step = _step(error, count, is_first=is_first) * (1.0 if is_first else weight * max(_GAIN, 0.5 / (count + 1)))
+        unseen = self._seen == 0
+        row = self.log_ms
         row[unseen] += step
-        if not unseen[knot]:
-            row[knot] += step * (1 - share)
-        if not unseen[knot + 1]:
-            row[knot + 1] += step * share
-        seen[nearest] += 1
+        row[knot] += 0.0 if unseen[knot] else step * (1 - share)
+        row[knot + 1] += 0.0 if unseen[knot + 1] else step * share
+        self._seen[nearest] += 1
         row[:nearest] = np.minimum(row[:nearest], row[nearest])
         np.maximum.accumulate(row, out=row)
+
+    def _center(self) -> None:
+        """Factors of sources that have shown theirs average to one: what all have in common is the curve's."""
+        known = self._samples > 0
+        shift = float(np.log(self.factors[known]).mean())
+        self.factors[known] *= math.exp(-shift)
+        self.log_ms += shift
+
+
+def _step(error: float, count: int, *, is_first: bool) -> float:
+    limit = _FIRST_MAX_STEP if is_first else _MAX_STEP * max(1.0, _FEW / (count + 1))
+    return min(max(error, -limit), limit)

@@ -89,8 +89,7 @@ class EngineProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "actors.engine.serve",
-            *self._spec.arguments(),
+            *self._spec.command(),
             env=env,
             cwd=self._folder,
             stdout=asyncio.subprocess.PIPE,

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import aiohttp
 
+from router.reports import RankLoad
+
 _TIMEOUT_S: Final = 10.0
 _LOAD_TIMEOUT_S: Final = 600.0
 _PREFILL_TIMEOUT_S: Final = 120.0
@@ -60,6 +62,22 @@ class EngineClient:
             bigram=str(info.get("speculative_algorithm") or "").upper() in {"EAGLE", "EAGLE3"},
             version=str(info["version"]),
         )
+
+    async def loads(self) -> dict[int, RankLoad]:
+        """Load by the engine's own ranks. Raises EngineError."""
+        answer = await self._json("GET", "/v1/loads?include=core")
+        try:
+            return {
+                int(rank["dp_rank"]): RankLoad(
+                    running=int(rank["num_running_reqs"]),
+                    waiting=int(rank["num_waiting_reqs"]),
+                    used_tokens=int(rank["num_used_tokens"]),
+                    max_running=int(rank["max_running_requests"]),
+                )
+                for rank in answer["loads"]
+            }
+        except (KeyError, TypeError, ValueError) as exc:
+            raise EngineError(f"/v1/loads: not as expected: {type(exc).__name__}: {exc}") from exc
 
     async def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
         """Load an adapter that isn't loaded. Raises EngineError with the engine's reason."""

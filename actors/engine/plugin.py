@@ -44,12 +44,13 @@ def platform() -> str | None:
 
 def register() -> None:
     """Entry point of group `sglang.srt.plugins`: called early in every SGLang process."""
-    _register_publisher(int(os.environ.get(DP_RANK_ENV, "0")))
+    register_publisher(int(os.environ.get(DP_RANK_ENV, "0")))
     _publish_before_answering()
     _derive_lora_ids()
 
 
-def _register_publisher(first_dp_rank: int) -> None:
+def register_publisher(first_dp_rank: int) -> None:
+    """Make PUBLISHER known to SGLang; `first_dp_rank` is the fleet-wide rank of the engine's rank 0."""
     from sglang.srt.disaggregation import kv_events
 
     class RankedPublisher(kv_events.ZmqEventPublisher):  # type: ignore[misc]  # sglang has no types

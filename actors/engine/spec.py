@@ -110,6 +110,14 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Cores for each rank of a CPU engine; empty where the system may choose."""
     extra_args: tuple[str, ...] = ()
     """SGLang arguments of the user, which win over ours."""
+    emulated: str | None = None
+    """Profile of an emulated engine in place of SGLang's server; None for the real one."""
+
+    def command(self) -> list[str]:
+        """Module and arguments that Python runs."""
+        if self.emulated is None:
+            return ["actors.engine.serve", *self.arguments()]
+        return ["actors.engine.emulated", self.emulated, *self.arguments()]
 
     def arguments(self) -> list[str]:
         """SGLang's command line, without the API key."""

@@ -22,17 +22,19 @@ import uvloop
 from aiohttp import web
 
 from deployment.assets.paths import model_dir
+from router.admission import AdmissionConfig
 from router.config import RouterConfig
 from router.core import RouterCore
 from router.cost import CostWeights
 from router.ids import DpRank, Incarnation, WorkerId
 from router.net.adapter_admin import AdapterRoutes
 from router.net.adapters import AdapterGate
+from router.net.admission import Admission
 from router.net.dispatch import Dispatcher
 from router.net.ingress import Ingress
 from router.net.metrics import PrometheusRecorder
 from router.net.tokenizer import PromptTokenizer
-from router.reports import RankReport, WorkerReport, WorkerState
+from router.reports import RankReport, TableView, WorkerReport, WorkerState
 
 MODEL: Final = "bench"
 _NO_TABLE: Final[Any] = None
@@ -218,7 +220,9 @@ async def _router(engine_port: int) -> int:
         drain=lambda _source: None,
         sample=lambda _wanted: None,
         gate=AdapterGate(core, _NO_TABLE, wait_s=1, record_wait=lambda _seconds: None),
+        admission=Admission(core, AdmissionConfig(), record_wait=lambda _seconds: None),
     )
+    core.update_table(TableView(epoch="bench", version=0))
     port = _free_port()
 
     async def audit() -> dict[str, Any]:

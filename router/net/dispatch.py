@@ -9,62 +9,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
+from router.admission import Ticket
 from router.core import RouterCore
 from router.decision import Decision, RouteRequest
-from router.errors import AdapterNotHeld, ContextTooLong, InvalidRequest, NoCapacity, RouterError, UpstreamError
+from router.errors import (
+    AdapterNotHeld,
+    ContextTooLong,
+    InvalidRequest,
+    NoCapacity,
+    Overloaded,
+    RouterError,
+    UpstreamError,
+)
 from router.hashing import pack_tokens
+from router.health import MAX_ATTEMPTS
 from router.ids import SourceId, WorkerId
-from router.load import Booking
 from router.net import metrics
 from router.net.adapters import AdapterGate
+from router.net.admission import PRIORITY_HEADER, Admission, priority_of
 from router.net.arrival import ArrivalGate
 from router.net.engine_probe import ProbeError, ask_cached_tokens
 from router.net.engine_tokenizer import disagreement, tokenize_chat
+from router.net.failover import Failover
 from router.net.metrics import AdapterLabels, Metric
 from router.net.openai import Api, Call, engine_body
+from router.net.relay import AdapterGoneError, EngineLostError, Outgoing, Relay
 from router.net.tokenizer import PromptTokenizer
-from router.net.usage import StreamFilter, Usage, usage_of
+from router.net.usage import Usage
 
 log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 5.0
-_HOP_HEADERS: Final = frozenset({"content-length", "transfer-encoding", "connection", "server", "date", "keep-alive"})
-_ADAPTER_GONE: Final = re.compile(rb"adapters? (that has never been loaded|are not loaded)")
-"""How SGLang's tokenizer manager says that it doesn't hold an adapter."""
-
-
-class _EngineLostError(Exception):
-    """The engine couldn't be reached or died before it answered."""
-
-
-class _AdapterGoneError(Exception):
-    """The engine has given up the adapter since the decision."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
-    """A request as it goes to an engine. `body` depends on the decision, for model name and rank."""
-
-    path: str
-    body: Callable[[Decision], bytes]
-    content_type: str
-    request_id: str
-    """Ours, never empty: SGLang aborts every request whose id begins with the one given."""
-    stream: bool = False
-    hide_usage: bool = False
-    adapter: str | None = None
-    predictable: bool = True
 
 
 class Dispatcher:
@@ -81,13 +65,14 @@ class Dispatcher:
         drain: Callable[[SourceId], None],
         sample: Callable[[RouteRequest], None],
         gate: AdapterGate,
+        admission: Admission,
     ) -> None:
         """`record(metric, value, *labels)`; `drain(source)` applies events that have arrived already; `sample` is
         shown requests whose cached tokens can be predicted."""
         self._core = core
         self._served_name = served_name
         self._record: Callable[[Metric, float, str], None] = record
-        self._arrival = ArrivalGate(core, drain)
+        self._admission = admission
         self._sample = sample
         self._gate = gate
         self._labels = AdapterLabels()
@@ -98,12 +83,24 @@ class Dispatcher:
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
             auto_decompress=False,
         )
+        self._failover = Failover(core, probe=self.ask_cached_tokens)
+        self._relay = Relay(self._session, ArrivalGate(core, drain), self._failover, account=self._account)
 
     async def close(self) -> None:
         """Close connections; requests in flight fail."""
         for task in self._tasks:
             task.cancel()
+        await self._failover.close()
         await self._session.close()
+
+    async def run(self) -> None:
+        """Look after requests that wait and workers that stand still, until cancelled."""
+        await asyncio.gather(self._admission.run(), self._failover.run())
+
+    @property
+    def suspensions(self) -> int:
+        """Times that a worker was suspended."""
+        return self._failover.suspensions
 
     async def call(
         self, call: Call, token_ids: list[int] | None, request: web.Request, *, replace_prompt: bool
@@ -172,104 +169,63 @@ class Dispatcher:
             extra_key=keys["extra_key"] if plain else None,
             cache_salt=keys["cache_salt"] if plain else None,
             max_cached_tokens=call.max_cached_tokens,
+            max_output_tokens=call.max_output_tokens,
         )
 
     async def send(self, outgoing: Outgoing, wanted: RouteRequest, request: web.Request) -> web.StreamResponse:
-        """Route and relay until a worker answers. Raises RouterError."""
+        """Wait for room, then route and relay until a worker answers. Raises RouterError."""
+        priority = priority_of(request.headers.get(PRIORITY_HEADER))
+        tokens = wanted.num_tokens + round(self._core.load.output_tokens)
+        ticket = await self._admission.enter(wanted.adapter, priority, tokens)
+        try:
+            return await self._send(outgoing, wanted, request, ticket)
+        finally:
+            self._admission.changed()
+
+    async def _send(
+        self, outgoing: Outgoing, wanted: RouteRequest, request: web.Request, ticket: Ticket | None
+    ) -> web.StreamResponse:
         failed: dict[WorkerId, str] = {}
+        self._failover.budget.asked(time.monotonic())
         while True:
+            now_s = time.monotonic()
             try:
-                decision = self._core.route(replace(wanted, exclude=failed.keys()))
+                decision = self._core.route(replace(wanted, now_s=now_s, exclude=failed.keys()))
+                booking = self._core.book(decision, now_s=now_s)
             except AdapterNotHeld:
                 assert wanted.adapter is not None
+                self._admission.sent(ticket)
                 await self._gate.wait(wanted.adapter, failed.keys())
                 continue
             except NoCapacity as exc:
                 if failed:
                     raise UpstreamError(f"every worker that could serve this failed: {failed}") from exc
                 raise
-            self._gate.used(decision)
-            booking = self._core.book(decision, now_s=time.monotonic())
-            try:
-                return await self._attempt(outgoing, decision, booking, request)
-            except _AdapterGoneError:
-                self._gate.gone(decision)
-            except _EngineLostError as exc:
-                worker_id = decision.source.worker_id
-                failed[worker_id] = str(exc)
-                log.warning("request %s: worker %s lost (%s)", outgoing.request_id, worker_id, exc)
-                self._record(metrics.RETRIES, 1, worker_id)
-            except (asyncio.CancelledError, ConnectionResetError):
-                self._abort(decision, outgoing.request_id)
-                raise
             finally:
-                booking.finish()
+                self._admission.sent(ticket)
+            with booking:
+                self._gate.used(decision)
+                try:
+                    return await self._relay.attempt(outgoing, decision, booking, request)
+                except AdapterGoneError:
+                    self._gate.gone(decision)
+                except EngineLostError as exc:
+                    self._abort(decision, outgoing.request_id)
+                    self._lost(outgoing, decision.source.worker_id, str(exc), failed)
+                except (asyncio.CancelledError, ConnectionResetError):
+                    self._abort(decision, outgoing.request_id)
+                    raise
 
-    async def _attempt(
-        self, outgoing: Outgoing, decision: Decision, booking: Booking, request: web.Request
-    ) -> web.StreamResponse:
-        started_s = time.monotonic()
-        mark = self._arrival.mark(decision.source)
-        try:
-            upstream = await self._session.post(
-                decision.url + outgoing.path,
-                data=outgoing.body(decision),
-                headers={"Content-Type": outgoing.content_type},
-                params=request.query if outgoing.path not in tuple(Api) else None,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise _EngineLostError(f"{type(exc).__name__}: {exc}") from exc
-        async with upstream:
-            if outgoing.stream and upstream.status == 200:
-                return await self._stream(upstream, outgoing, decision, booking, request, started_s, mark)
-            answer = await _read(upstream.read())
-        if upstream.status == 400 and outgoing.adapter is not None and _ADAPTER_GONE.search(answer):
-            raise _AdapterGoneError
-        status, headers = upstream.status, upstream.headers
-        booking.timed = False  # the time of a whole answer says nothing of its prefill
-        booking.first_token(now_s=time.monotonic())
-        usage = usage_of(answer) if status == 200 else None
-        await self._arrival.settle(decision.source, mark, usage if outgoing.predictable else None)
-        self._account(outgoing, decision, str(status), time.monotonic() - started_s, usage)
-        return web.Response(body=answer, status=status, headers=self._headers(headers, decision))
-
-    async def _stream(
-        self,
-        upstream: aiohttp.ClientResponse,
-        outgoing: Outgoing,
-        decision: Decision,
-        booking: Booking,
-        request: web.Request,
-        started_s: float,
-        mark: int,
-    ) -> web.StreamResponse:
-        chunk = await _read(upstream.content.readany())  # a death before this is retried
-        if outgoing.adapter is not None and _ADAPTER_GONE.search(chunk):
-            raise _AdapterGoneError
-        ttft_s = time.monotonic() - started_s
-        booking.first_token(now_s=time.monotonic())
-        response = web.StreamResponse(headers=self._headers(upstream.headers, decision))
-        await response.prepare(request)
-        events = StreamFilter(hide_usage=outgoing.hide_usage)
-        status = "200"
-        try:
-            while chunk:
-                if data := events.feed(chunk):
-                    if events.usage is not None:
-                        await self._arrival.settle(decision.source, mark, events.usage)
-                    await response.write(data)
-                chunk = await _read(upstream.content.readany())
-            if rest := events.flush():
-                await response.write(rest)
-        except _EngineLostError as exc:
-            status = "broken"
-            log.warning("request %s: stream from %s broke: %s", outgoing.request_id, decision.source, exc)
-            error = UpstreamError(f"worker {decision.source.worker_id} failed while answering")
-            await response.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
-        await response.write_eof()
-        self._account(outgoing, decision, status, ttft_s, events.usage)
-        return response
+    def _lost(self, outgoing: Outgoing, worker_id: WorkerId, why: str, failed: dict[WorkerId, str]) -> None:
+        """Count the failure. Raises UpstreamError where the request may not be tried again."""
+        failed[worker_id] = why
+        log.warning("request %s: worker %s lost (%s)", outgoing.request_id, worker_id, why)
+        self._failover.failed(worker_id)
+        self._record(metrics.RETRIES, 1, worker_id)
+        if len(failed) >= MAX_ATTEMPTS:
+            raise UpstreamError(f"{len(failed)} workers failed this request: {failed}")
+        if not self._failover.budget.take(time.monotonic()):
+            raise UpstreamError(f"worker {worker_id} failed this request, and too many are being tried again: {why}")
 
     def _account(self, outgoing: Outgoing, decision: Decision, status: str, ttft_s: float, usage: Usage | None) -> None:
         adapter = self._labels.label(outgoing.adapter)
@@ -279,6 +235,7 @@ class Dispatcher:
             self._record(metrics.TTFT, ttft_s, adapter)
         if usage is None:
             return
+        self._core.load.learn_output(usage.completion_tokens)
         self._record(metrics.PROMPT, usage.prompt_tokens, adapter)
         self._record(metrics.ACTUAL, usage.cached_tokens, adapter)
         predicted = decision.predicted_cached_tokens
@@ -296,15 +253,6 @@ class Dispatcher:
                 usage.cached_tokens,
             )
 
-    def _headers(self, upstream: Mapping[str, str], decision: Decision) -> dict[str, str]:
-        headers = {name: value for name, value in upstream.items() if name.lower() not in _HOP_HEADERS}
-        headers["x-loray-worker"] = decision.source.worker_id
-        headers["x-loray-dp-rank"] = str(decision.source.dp_rank)
-        headers["x-loray-reason"] = decision.reason
-        if decision.predicted_cached_tokens is not None:
-            headers["x-loray-predicted-cached-tokens"] = str(decision.predicted_cached_tokens)
-        return headers
-
     def _check_length(self, num_tokens: int) -> None:
         limits = [record.report.context_length for record in self._core.workers.values()]
         longest = max(filter(None, limits), default=0)
@@ -314,7 +262,7 @@ class Dispatcher:
             )
 
     def _abort(self, decision: Decision, request_id: str) -> None:
-        """The client has left: end its request in the engine, in the background."""
+        """The client has left, or goes elsewhere: end its request in the engine, in the background."""
 
         async def abort() -> None:
             try:
@@ -329,15 +277,8 @@ class Dispatcher:
             task.add_done_callback(self._tasks.discard)
 
 
-async def _read(reading: Awaitable[bytes]) -> bytes:
-    """Bytes from an engine. Raises _EngineLostError; what a client's connection raises is another matter."""
-    try:
-        return await reading
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        raise _EngineLostError(f"{type(exc).__name__}: {exc}") from exc
-
-
 def error_response(error: RouterError) -> web.Response:
     """The error as the OpenAI API would say it."""
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    wait_s = error.retry_after_s if isinstance(error, Overloaded) else 1
+    headers = {"Retry-After": str(wait_s)} if error.status in (429, 503) else None
     return web.json_response(error.body(), status=error.status, headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from router.core import RouterCore
@@ -13,14 +14,22 @@ from router.net.metrics import Metric
 from router.reports import AdapterState, TableView
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """Requests that aren't at a worker, and why; totals since the router's start."""
+
+    waiting_for_adapter: int
+    queued: int
+    refused: Mapping[str, int]
+    suspensions: int
+
+
 class Gauges:
     """Reads the core, writes metrics; `measure` at a pace and before a scrape."""
 
-    def __init__(
-        self, core: RouterCore, record: Callable[..., None], *, waiting: Callable[[], Mapping[str, int]]
-    ) -> None:
-        """`record(metric, value, *labels)`; `waiting`: requests that wait for an adapter, by name."""
-        self._waiting = waiting
+    def __init__(self, core: RouterCore, record: Callable[..., None], *, crowd: Callable[[], Crowd]) -> None:
+        """`record(metric, value, *labels)`; `crowd`: requests that aren't at a worker."""
+        self._crowd = crowd
         #: state of every holding in the last copy of the table
         self._holdings: dict[tuple[WorkerId, Incarnation, str, str], AdapterState] = {}
         self._core = core
@@ -39,7 +48,14 @@ class Gauges:
             running = sum(self._measure_source(source) for source in record.sources)
             self._record(metrics.IN_FLIGHT, running, worker_id)
             self._record(metrics.ADAPTERS, len(record.adapters), worker_id)
-        self._record(metrics.ADAPTER_WAITING, sum(self._waiting().values()))
+            self._record(metrics.SUSPENDED, record.suspended, worker_id)
+        crowd = self._crowd()
+        self._record(metrics.ADAPTER_WAITING, crowd.waiting_for_adapter)
+        self._record(metrics.QUEUED, crowd.queued)
+        for code, total in crowd.refused.items():
+            self._count(metrics.REFUSED, code, total, code)
+        self._count(metrics.SUSPENSIONS, None, crowd.suspensions)
+        self._count(metrics.DRIFTS, None, core.load.drifts)
 
     def count_loads(self, view: TableView) -> None:
         """Tell what has changed since the former copy of the table."""

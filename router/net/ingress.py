@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from router.config import RouterConfig
@@ -21,9 +22,10 @@ from router.errors import InvalidRequest, NoCapacity, RequestTooLarge, RouterErr
 from router.names import resolve_model
 from router.net import views
 from router.net.adapter_admin import AdapterRoutes
-from router.net.dispatch import Dispatcher, Outgoing, error_response
+from router.net.dispatch import Dispatcher, error_response
 from router.net.metrics import PrometheusRecorder
 from router.net.openai import Api, Call, check_call, parse_json, relayed_body
+from router.net.relay import Outgoing
 from router.net.tokenizer import PromptTokenizer
 from router.reports import WorkerState
 
@@ -105,6 +107,7 @@ class Ingress:
         app.router.add_get("/loray/status", self._status)
         app.router.add_post("/loray/route", self._route)
         app.router.add_post("/loray/audit", self._audit)
+        app.router.add_get("/loray/decisions", self._decisions)
         self._adapters.add_to(app)
         app.router.add_post("/{path:.*}", self._relay)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -257,6 +260,15 @@ class Ingress:
 
     async def _audit(self, _request: web.Request) -> web.Response:
         return web.json_response(await self._audit_all())
+
+    async def _decisions(self, request: web.Request) -> web.Response:
+        """The latest decisions, each with all that it depended on; `since` a number, to follow them."""
+        since = request.query.get("since", "0")
+        if not since.isdecimal():
+            raise InvalidRequest(f"'since' must be the number of a decision, got {since!r}")
+        log = self._core.decisions(since=int(since))
+        body = msgspec.json.encode({"seed": str(self._core.seed), "decisions": log})
+        return web.Response(body=body, content_type="application/json")
 
     async def _route(self, request: web.Request) -> web.Response:
         """Explain a decision without running it: same body as chat completions or completions."""

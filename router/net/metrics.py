@@ -62,12 +62,20 @@ UNLOADS = Metric("loray_adapter_unloads", Kind.COUNTER, "Adapters given up while
 LOAD_TIME = Metric("loray_adapter_load_seconds", Kind.HISTOGRAM, "Time to load, files included.", (), _LOAD_BUCKETS_S)
 ADAPTER_WAIT = Metric("loray_adapter_wait_seconds", Kind.HISTOGRAM, "Wait for an adapter.", (), _LOAD_BUCKETS_S)
 ADAPTER_WAITING = Metric("loray_adapter_waiting_requests", Kind.GAUGE, "Requests that wait for an adapter.")
+QUEUE_WAIT = Metric(
+    "loray_queue_wait_seconds", Kind.HISTOGRAM, "Wait in the router for a worker with room.", (), _LOAD_BUCKETS_S
+)
+QUEUED = Metric("loray_queued_requests", Kind.GAUGE, "Requests that wait in the router for a worker with room.")
+REFUSED = Metric("loray_refused_requests", Kind.COUNTER, "Answered 429, by code.", ("code",))
+SUSPENDED = Metric("loray_worker_suspended", Kind.GAUGE, "1 while the worker fails or stands still.", ("worker",))
+SUSPENSIONS = Metric("loray_worker_suspensions", Kind.COUNTER, "Times that a worker was suspended.")
+DRIFTS = Metric("loray_load_drifts", Kind.COUNTER, "Times that an engine's own count of requests differed for a while.")
 LAG = Metric("loray_event_lag_seconds", Kind.GAUGE, "Age of the last batch when applied.", ("worker", "dp_rank"))
 
 ALL: Final = (
     REQUESTS, TTFT, PREDICTED, ACTUAL, PROMPT, PREDICTIONS, REASONS, RETRIES, IN_FLIGHT, BLOCKS, STATE, EVENTS,
     GAPS, DUPLICATES, BAD, RESTARTS, INDEX, AUDITS, GHOSTS, MISSING, PROBES, ADAPTERS, LOADS, UNLOADS, LOAD_TIME,
-    ADAPTER_WAIT, ADAPTER_WAITING, LAG,
+    ADAPTER_WAIT, ADAPTER_WAITING, QUEUE_WAIT, QUEUED, REFUSED, SUSPENDED, SUSPENSIONS, DRIFTS, LAG,
 )  # fmt: skip
 
 

@@ -51,6 +51,12 @@ class Call:
         return 0 if self.body.get("echo") and self.body.get("logprobs") is not None else None
 
     @property
+    def max_output_tokens(self) -> int | None:
+        """The client's limit, where it says one that the engine can obey."""
+        limits = [self.body.get("max_completion_tokens"), self.body.get("max_tokens")]
+        return next((limit for limit in limits if type(limit) is int and limit > 0), None)
+
+    @property
     def can_replace_prompt(self) -> bool:
         """Whether the engine may get token ids instead of the text: it must not need the text itself."""
         return not self.body.get("echo") and not self.body.get("suffix")

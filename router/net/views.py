@@ -45,6 +45,7 @@ def status(core: RouterCore) -> dict[str, Any]:
             "incarnation": record.report.incarnation,
             "url": record.report.url,
             "page_size": record.report.page_size,
+            "suspended": record.suspended,
             "ranks": [_rank(core, source) for source in record.sources],
         }
         for worker_id, record in core.workers.items()
@@ -53,6 +54,11 @@ def status(core: RouterCore) -> dict[str, Any]:
         "workers": workers,
         "table_version": core.table.version,
         "adapters": list(core.table.names),
+        "measured": {
+            "slot_wait_ms": round(core.load.slot_ms, 1),
+            "request_ms": round(core.load.request_ms, 1),
+            "output_tokens": round(core.load.output_tokens, 1),
+        },
         "index_bytes": core.ingest.index.size_bytes,
     }
 
@@ -94,9 +100,8 @@ def _rank(core: RouterCore, source: SourceId) -> dict[str, Any]:
         "prefill_tokens_per_s": round(load.speed.tokens_per_s(column), 1),
         "samples": load.speed.num_samples(column),
         "booked_kv_tokens": int(load.kv_tokens[column]),
+        "in_flight_elsewhere": int(load.foreign[column]),
         "running_adapters": int(load.distinct[column]),
-        "slot_wait_ms": round(float(load.slot_ms[column]), 1),
-        "request_ms": round(float(load.request_ms[column]), 1),
         "next_seq": ingest.cursor(source).next_seq,
         "gaps": ingest.cursor(source).gaps,
     }

@@ -1,4 +1,7 @@
-"""One fleet of two workers for all tests of this package. Tests with a fleet of their own come first."""
+"""One fleet of two workers for all tests of this package. Tests with a fleet of their own come first.
+
+What an emulated engine must do as the real one does is tested on both, in the same tests: the modules of CONFORMANCE.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,32 @@ from tests.integration.local_fleet import SERVED, LocalFleet
 
 REPLAY_BUFFER = 8
 """Batches that the shared fleet's engines keep: few, so that whoever comes late must take a snapshot."""
+CONFORMANCE = ("test_exact_prediction.py", "test_late_router.py", "test_reload.py", "test_wire.py")
+_EMULATED = "tiny-cpu"
+"""Profile of the emulated engines: about as fast as the others."""
 _OWN_FLEET = ("test_dp_ranks.py", "test_many_adapters.py")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of the shared fleet run on SGLang's engines, those of the conformance suite on emulated ones as well."""
+    if "fleet" in metafunc.fixturenames and metafunc.module.__name__.startswith(__package__):
+        kinds = ["sglang", "emulated"] if Path(metafunc.module.__file__).name in CONFORMANCE else ["sglang"]
+        metafunc.parametrize("fleet", kinds, indirect=True, scope="package")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with a fleet of their own first: the shared one isn't up yet then, and memory is scarce."""
     here = Path(__file__).parent
     places = [at for at, item in enumerate(items) if item.path.parent == here]
-    ours = sorted((items[at] for at in places), key=lambda item: item.path.name not in _OWN_FLEET)
+    ours = sorted((items[at] for at in places), key=_turn)
     for at, item in zip(places, ours, strict=True):
         items[at] = item
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.path.name in _OWN_FLEET:
+        return 0
+    return 2 if "emulated" in item.callspec.params.values() else 1
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +61,10 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def fleet(tiny_model: Path, shelf: Path) -> Iterator[LocalFleet]:
+def fleet(request: pytest.FixtureRequest, tiny_model: Path, shelf: Path) -> Iterator[LocalFleet]:
     """Two workers with both adapters, one router. Every test leaves it whole."""
-    fleet = LocalFleet(tiny_model, num_workers=2, replay_buffer=REPLAY_BUFFER, roots=[shelf])
+    emulated = _EMULATED if request.param == "emulated" else None
+    fleet = LocalFleet(tiny_model, num_workers=2, replay_buffer=REPLAY_BUFFER, roots=[shelf], emulated=emulated)
     fleet.start()
     yield fleet
     fleet.stop()

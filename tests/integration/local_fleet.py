@@ -63,6 +63,7 @@ class LocalFleet(BackgroundLoop):
         max_loaded: int | None = None,
         roots: Sequence[Path] = (),
         device: str = "cpu",
+        emulated: str | None = None,
     ) -> None:
         """`adapters`: name -> folder; those of the tiny model by default. `placement`: of those, and by default."""
         super().__init__()
@@ -112,6 +113,7 @@ class LocalFleet(BackgroundLoop):
                     *("--max-total-tokens", str(CACHE_TOKENS)),
                     *("--page-size", str(PAGE)),
                 ),
+                emulated=emulated,
                 api_key=ENGINE_KEY,
             )
             for index in range(first_index, first_index + num_workers)

@@ -1,123 +1,23 @@
-"""RouterCore: what each worker is expected to have cached, who is chosen and why, and what a new life forgets."""
+"""RouterCore: what each worker is expected to have cached, what its engine is called, and what a new life forgets."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from router.core import RouterCore
-from router.cost import NEAR_TIE_MS, CostWeights
 from router.cursor import SeqPayload
-from router.decision import Decision, Reason, RouteRequest
+from router.decision import Reason, RouteRequest
 from router.effects import RequestReplay, RequestSnapshot, Subscribe, Unsubscribe
 from router.errors import NoCapacity
 from router.events import Tier
-from router.hashing import Namespace, block_hashes, pack_tokens
-from router.ids import DpRank, Incarnation, LoraId, SourceId, WorkerId
+from router.hashing import Namespace, block_hashes
+from router.ids import WorkerId
 from router.ingest import SourceState
-from router.reports import AdapterState, Holding, RankReport, TableView, WorkerReport, WorkerState
+from router.reports import WorkerState
 from router.table import as_keys
-
-PAGE = 4
-PROMPT = list(range(1, 18))
-"""Four pages and the token that is always computed."""
-A1, A2, B1 = LoraId("a1" * 16), LoraId("a2" * 16), LoraId("b1" * 16)
-
-
-def source(worker: str, incarnation: str = "i1", rank: int = 0) -> SourceId:
-    return SourceId(WorkerId(worker), Incarnation(incarnation), DpRank(rank))
-
-
-def report(worker: str, incarnation: str = "i1", *, ranks: tuple[int, ...] = (0,), **fields: Any) -> WorkerReport:
-    last_seq = fields.pop("last_seq", None)
-    return WorkerReport(
-        worker_id=WorkerId(worker),
-        incarnation=Incarnation(incarnation),
-        url=f"http://{worker}",
-        ranks=tuple(
-            RankReport(dp_rank=DpRank(r), endpoint=f"tcp://{worker}:{r}", replay_endpoint=None, last_seq=last_seq)
-            for r in ranks
-        ),
-        **{"state": WorkerState.READY, "page_size": PAGE, **fields},
-    )
-
-
-def holding(worker: str, name: str, lora_id: LoraId, state: AdapterState = AdapterState.LOADED, **ids: str) -> Holding:
-    return Holding(
-        worker_id=WorkerId(worker),
-        incarnation=Incarnation(ids.get("incarnation", "i1")),
-        lora_id=lora_id,
-        name=name,
-        content_id=lora_id,
-        state=state,
-    )
-
-
-def request(tokens: list[int] | None = None, **fields: Any) -> RouteRequest:
-    return RouteRequest(packed_tokens=pack_tokens(PROMPT if tokens is None else tokens), **fields)
-
-
-def hashes(
-    tokens: list[int] | None = None,
-    lora_id: LoraId | None = None,
-    extra_key: str | None = None,
-    salt: str | None = None,
-) -> list[int]:
-    namespace = Namespace.of(extra_key=extra_key, lora_id=lora_id, cache_salt=salt)
-    return block_hashes(PROMPT if tokens is None else tokens, PAGE, namespace)
-
-
-class Fleet:
-    """A core whose workers' engines have been caught up with, and what they publish."""
-
-    def __init__(self, seed: int = 7) -> None:
-        self.core = RouterCore(CostWeights(), rng=random.Random(seed))
-        self._seqs: Counter[SourceId] = Counter()
-        self._versions = 0
-
-    def start(self, *reports: WorkerReport) -> None:
-        for one in reports:
-            self.core.report(one)
-            for rank in one.ranks:
-                assert (
-                    self.core.ingest.replayed(source(one.worker_id, one.incarnation, rank.dp_rank), [], now_s=0) == []
-                )
-
-    def load(self, *holdings: Holding) -> None:
-        self._versions += 1
-        assert self.core.update_table(TableView(epoch="e1", version=self._versions, holdings=holdings))
-
-    def publish(self, of: SourceId, *events: dict[str, Any], dp_rank: int | None = None) -> None:
-        seq, self._seqs[of] = self._seqs[of], self._seqs[of] + 1
-        rank = of.dp_rank if dp_rank is None else dp_rank
-        payload = msgspec.msgpack.encode([1.0, events, rank])
-        assert self.core.ingest.live(of, SeqPayload(seq, payload), now_s=1.0) == []
-
-    def store(self, of: SourceId, stored: list[int], **fields: Any) -> None:
-        self.publish(of, {"type": "BlockStored", "block_hashes": stored, "medium": "GPU", **fields})
-
-    def predicted(self, asked: RouteRequest | None = None) -> dict[str, int | None]:
-        """Predicted tokens by worker, or by worker/rank past rank 0."""
-        candidates = self.core.explain(asked or request())
-        names = [c.source.worker_id + f"/r{c.source.dp_rank}" * (c.source.dp_rank > 0) for c in candidates]
-        return dict(sorted(zip(names, [c.predicted_cached_tokens for c in candidates], strict=True)))
-
-    def choose(self, asked: RouteRequest | None = None) -> tuple[str, Reason]:
-        decision = self.core.route(asked or request())
-        return decision.source.worker_id, decision.reason
-
-    def dispatch(self, asked: RouteRequest) -> Decision:
-        decision = self.core.route(asked)
-        self.core.book(decision, now_s=0.0)
-        return decision
+from tests.router.fleet import A1, A2, B1, LONG, PAGE, PROMPT, Fleet, hashes, holding, report, request, source
 
 
 @pytest.fixture
@@ -179,11 +79,11 @@ def test_forgetting_an_unknown_worker_is_nothing(fleet: Fleet) -> None:
 @pytest.mark.parametrize("state", [s for s in WorkerState if s is not WorkerState.READY])
 def test_worker_that_is_not_ready_is_not_chosen_and_keeps_its_blocks(fleet: Fleet, state: WorkerState) -> None:
     fleet.start(report("w0"), report("w1"))
-    fleet.store(source("w0"), hashes())
+    fleet.store(source("w0"), hashes(LONG))
     fleet.core.report(report("w0", state=state))
-    assert fleet.choose() == ("w1", Reason.LEAST_LOADED)
+    assert fleet.choose(request(LONG)) == ("w1", Reason.LEAST_LOADED)
     fleet.core.report(report("w0"))
-    assert fleet.choose() == ("w0", Reason.CACHED_PREFIX)
+    assert fleet.choose(request(LONG)) == ("w0", Reason.CACHED_PREFIX)
 
 
 def test_lost_last_batch_is_found_by_two_heartbeats(fleet: Fleet) -> None:
@@ -355,8 +255,8 @@ def test_workers_of_different_page_sizes_are_each_asked_in_their_own(fleet: Flee
 
 def test_ranks_of_one_worker_are_told_apart(fleet: Fleet) -> None:
     fleet.start(report("w0", ranks=(4, 5)), report("w1", ranks=(6,)))
-    fleet.store(source("w0", rank=5), hashes())
-    decision = fleet.core.route(request())
+    fleet.store(source("w0", rank=5), hashes(LONG))
+    decision = fleet.core.route(request(LONG))
     assert (decision.source, decision.local_rank, decision.url) == (source("w0", rank=5), 1, "http://w0")
     alone = fleet.core.route(request(exclude={"w0"}))
     assert (alone.source, alone.local_rank) == (source("w1", rank=6), None)
@@ -370,214 +270,18 @@ def test_prompt_that_cannot_be_tokenized_is_routed_by_load(fleet: Fleet) -> None
     assert (decision.prompt_tokens, decision.predicted_cached_tokens, decision.uncached_tokens) == (None, None, 0)
 
 
-# -- adapters ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state", [AdapterState.LOADING, AdapterState.FAILED])
-def test_adapter_goes_only_to_workers_that_hold_it(fleet: Fleet, state: AdapterState) -> None:
-    fleet.start(report("w0"), report("w1"), report("w2"))
-    fleet.load(holding("w0", "a", A1), holding("w1", "a", A1, state), holding("w2", "a", A1, incarnation="i0"))
-    for worker in ("w1", "w2"):
-        fleet.store(source(worker), hashes(lora_id=A1))
-    decision = fleet.core.route(request(adapter="a"))
-    assert (decision.source, decision.lora_id, decision.adapter) == (source("w0"), A1, "a")
-    assert fleet.predicted(request(adapter="a")) == {"w0": 0}
-
-
-def test_older_table_of_one_epoch_changes_nothing_and_a_new_epoch_starts_over(fleet: Fleet) -> None:
-    fleet.start(report("w0"))
-    views = [
-        ("e1", 2, A1, True),
-        ("e1", 2, A2, False),
-        ("e1", 1, A2, False),
-        ("e1", 3, B1, True),
-        ("e2", 0, A2, True),
-    ]
-    for epoch, version, lora_id, taken in views:
-        before = fleet.core.table
-        view = TableView(epoch=epoch, version=version, holdings=(holding("w0", "a", lora_id),))
-        assert fleet.core.update_table(view) is taken
-        assert fleet.core.table is (view if taken else before)
-        assert fleet.core.route(request(adapter="a")).lora_id == fleet.core.table.holdings[0].lora_id
-
-
-def test_full_adapter_slots_cost_the_wait_for_one(fleet: Fleet) -> None:
-    fleet.start(report("w0", max_loras_per_batch=1), report("w1", max_loras_per_batch=0))
-    fleet.load(*[holding(w, name, i) for w in ("w0", "w1") for name, i in (("a", A1), ("b", B1))])
-    fleet.dispatch(request(adapter="a", exclude={"w1"}))
-    fleet.dispatch(request(adapter="a", exclude={"w0"}))
-    for name, waits in (("a", {"w0": 0.0, "w1": 0.0}), ("b", {"w0": 200.0, "w1": 0.0})):
-        rows = fleet.core.explain(request(adapter=name))
-        assert {row.source.worker_id: row.terms["slot"] for row in rows} == waits
-    assert fleet.choose(request(adapter="b")) == ("w1", Reason.LEAST_LOADED)
-
-
-# -- nobody can ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["route", "explain"])
-def test_no_capacity_says_why(fleet: Fleet, call: str) -> None:
-    def refused(asked: RouteRequest) -> str:
-        with pytest.raises(NoCapacity) as error:
-            getattr(fleet.core, call)(asked)
-        return str(error.value)
-
-    assert refused(request()) == "none of 0 workers is ready"
-    fleet.core.report(report("w0", state=WorkerState.STARTING))
-    assert refused(request()) == "none of 1 workers is ready"
-    fleet.start(report("w0"), report("w1"))
-    assert refused(request(exclude={"w0", "w1"})) == "2 workers failed this request and none is left"
-    assert refused(request(adapter="a")) == "adapter 'a' is not loaded on any of 2 ready workers yet"
-
-
-# -- choice ------------------------------------------------------------------------------------------------------
-
-
-def test_idle_worker_beats_a_queue_whatever_it_holds(fleet: Fleet) -> None:
-    fleet.start(report("w0"), report("w1"))
-    fleet.store(source("w0"), [1, 2])
-    fleet.store(source("w1"), list(range(5000)))
-    for _ in range(50):
-        fleet.dispatch(request(exclude={"w1"}))
-    assert fleet.choose(request([99] * 40)) == ("w1", Reason.LEAST_LOADED)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 4, 7])
-@pytest.mark.parametrize("tokens", [[], PROMPT, [1] * 3000], ids=len)
-def test_burst_before_any_answer_is_spread_evenly(fleet: Fleet, num_workers: int, tokens: list[int]) -> None:
-    fleet.start(*[report(f"w{n}") for n in range(num_workers)])
-    counts = Counter(fleet.dispatch(request(tokens)).source for _ in range(64))
-    assert len(counts) == num_workers
-    assert max(counts.values()) - min(counts.values()) <= 1
-
-
-def test_hot_prefix_spills_when_its_queue_outgrows_computing_it_again(fleet: Fleet) -> None:
-    fleet.start(report("w0"), report("w1"))
-    hot = list(range(4001))
-    fleet.store(source("w0"), hashes(hot))
-    reasons = [fleet.dispatch(request([*hot[:4000], 5000 + n, *[7] * 400])).reason for n in range(64)]
-    first_spill = reasons.index(Reason.SPILL)
-    assert reasons[:first_spill] == [Reason.CACHED_PREFIX] * first_spill
-    assert first_spill >= 4000 // 401
-
-
-def test_ties_are_broken_by_the_seed_alone() -> None:
-    def choices(seed: int) -> list[str]:
-        fleet = Fleet(seed)
-        fleet.start(*[report(f"w{n}") for n in range(4)])
-        return [fleet.choose()[0] for _ in range(32)]
-
-    assert choices(1) == choices(1) != choices(2)
-    assert set(choices(1)) == {"w0", "w1", "w2", "w3"}
-
-
-def test_near_tie_goes_to_the_fewest_running(fleet: Fleet) -> None:
-    fleet.core = RouterCore(CostWeights(decode_ms_per_request=0.1), rng=random.Random(7))
-    fleet.start(report("w0"), report("w1"))
-    for _ in range(3):
-        fleet.core.book(fleet.core.route(request(exclude={"w1"})), now_s=0.0).first_token(now_s=0.0)
-    costs = [candidate.cost_ms for candidate in fleet.core.explain(request())]
-    assert 0 < costs[1] - costs[0] < NEAR_TIE_MS
-    assert {fleet.choose()[0] for _ in range(16)} == {"w1"}
-
-
-def test_excluded_workers_are_not_tried_again(fleet: Fleet) -> None:
-    fleet.start(report("w0"), report("w1"))
-    fleet.store(source("w0"), hashes())
-    assert fleet.choose(request(exclude={"w0"})) == ("w1", Reason.LEAST_LOADED)
-
-
-def test_explaining_and_choosing_change_nothing(fleet: Fleet) -> None:
-    fleet.start(report("w0"), report("w1"))
-    fleet.store(source("w0"), hashes())
-    first = fleet.core.explain(request())
-    fleet.choose()
-    assert fleet.core.explain(request()) == first
-    assert not fleet.core.load.running.any()
-
-
-# -- cost --------------------------------------------------------------------------------------------------------
-
-LOADS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.booleans()), max_size=12)
-
-
-def loaded_fleet(overlap: list[int], loads: list[tuple[int, int, bool]]) -> Fleet:
-    """Worker n holds overlap[n] pages of PROMPT, and (worker, tokens, answered) are its bookings."""
-    fleet = Fleet()
-    fleet.start(*[report(f"w{n}", max_loras_per_batch=1) for n in range(4)])
-    fleet.load(*[holding(f"w{n}", "a", A1) for n in range(4)], *[holding(f"w{n}", "b", B1) for n in range(4)])
-    for n, pages in enumerate(overlap):
-        fleet.store(source(f"w{n}"), hashes(lora_id=A1)[:pages])
-    for worker, tokens, answered in loads:
-        others = {f"w{n}" for n in range(4) if n != worker}
-        asked = request([500 + tokens] * tokens, adapter="b", exclude=others)
-        booking = fleet.core.book(fleet.core.route(asked), now_s=0.0)
-        if answered:
-            booking.first_token(now_s=0.0)
-    return fleet
-
-
-def costs_of(fleet: Fleet) -> dict[str, float]:
-    return {c.source.worker_id: c.cost_ms for c in fleet.core.explain(request(adapter="a"))}
-
-
-OVERLAP = st.lists(st.integers(0, 4), min_size=4, max_size=4)
-
-
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
-@given(OVERLAP, LOADS)
-def test_terms_sum_to_the_cost_and_the_least_is_chosen(overlap: list[int], loads: list[tuple[int, int, bool]]) -> None:
-    fleet = loaded_fleet(overlap, loads)
-    candidates = fleet.core.explain(request(adapter="a"))
-    for candidate in candidates:
-        assert set(candidate.terms) == {"prefill", "queue", "decode", "slot"}
-        assert min(candidate.terms.values()) >= 0
-        assert sum(candidate.terms.values()) == pytest.approx(candidate.cost_ms, abs=0.003)
-    costs = [candidate.cost_ms for candidate in candidates]
-    assert costs == sorted(costs)
-    decision = fleet.core.route(request(adapter="a"))
-    assert decision.cost_ms <= costs[0] + NEAR_TIE_MS + 0.001
-    assert decision.uncached_tokens == len(PROMPT) - (decision.predicted_cached_tokens or 0)
-    fleet.core.check()
-
-
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
-@given(OVERLAP, LOADS, st.integers(0, 3))
-def test_more_overlap_never_raises_a_cost(overlap: list[int], loads: list[tuple[int, int, bool]], n: int) -> None:
-    more = [pages + (at == n and pages < 4) for at, pages in enumerate(overlap)]
-    before, after = costs_of(loaded_fleet(overlap, loads)), costs_of(loaded_fleet(more, loads))
-    assert all(after[worker] <= cost for worker, cost in before.items())
-    assert after[f"w{n}"] < before[f"w{n}"] or overlap[n] == 4
-
-
-@settings(deadline=None, max_examples=60, derandomize=True, database=None)
-@given(OVERLAP, LOADS, st.tuples(st.integers(0, 3), st.integers(0, 300), st.booleans()))
-def test_more_load_never_lowers_a_cost(
-    overlap: list[int], loads: list[tuple[int, int, bool]], extra: tuple[int, int, bool]
-) -> None:
-    before, after = costs_of(loaded_fleet(overlap, loads)), costs_of(loaded_fleet(overlap, [*loads, extra]))
-    assert all(after[worker] >= cost for worker, cost in before.items())
-    assert after[f"w{extra[0]}"] > before[f"w{extra[0]}"]
-
-
-def test_faster_source_is_cheaper(fleet: Fleet) -> None:
-    fleet.start(report("w0"), report("w1"))
-    fleet.core.load.observe(fleet.core.ingest.column(source("w1")), tokens=1000, took_ms=50)
-    assert fleet.choose(request([1] * 500)) == ("w1", Reason.LEAST_LOADED)
-    assert np.argmax(fleet.core.load.tokens_per_ms) == fleet.core.ingest.column(source("w1"))
-
-
 # -- silence, restarts, faults -----------------------------------------------------------------------------------
 
 
 def test_a_silent_worker_is_asked_last_and_nothing_is_predicted_for_it(fleet: Fleet) -> None:
     fleet.start(report("w0"), report("w1"))
-    fleet.store(source("w0"), hashes())
+    fleet.store(source("w0"), hashes(LONG))
     fleet.core.silence(WorkerId("w0"))
-    assert fleet.choose() == ("w1", Reason.LEAST_LOADED)
-    assert fleet.predicted() == {"w1": 0}
+    assert fleet.choose(request(LONG)) == ("w1", Reason.LEAST_LOADED)
+    assert fleet.predicted(request(LONG)) == {"w1": 0}
     fleet.core.report(report("w0"))
-    assert fleet.predicted() == {"w0": 16, "w1": 0}
+    assert fleet.predicted(request(LONG)) == {"w0": 400, "w1": 0}
+    assert fleet.choose(request(LONG)) == ("w0", Reason.CACHED_PREFIX)
 
 
 def test_where_all_are_silent_somebody_is_asked_all_the_same(fleet: Fleet) -> None:

@@ -1,0 +1,76 @@
+"""The choice among candidates by their costs, and a log of choices that can be made again. Pure.
+
+A choice depends on nothing but what its log entry says: costs, running requests, the router's seed and the entry's
+number. So a recorded log can be replayed, and `replay` says whether today's code would choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE
+
+Floats = NDArray[np.float64]
+_WORD: Final = (1 << 64) - 1
+
+
+def choose(total_ms: Floats, running: Floats, *, seed: int, number: int) -> int:
+    """Index of the least cost; near ties go to the fewest running requests, then by lot.
+
+    `seed` and `number` (of the decision) draw the lot, so that it can be drawn again.
+    """
+    least = float(total_ms.min())
+    near = np.flatnonzero(total_ms <= least + max(NEAR_TIE_MS, least * NEAR_TIE_SHARE))
+    if len(near) > 1:
+        fewest = running[near]
+        near = near[fewest == fewest.min()]
+    return int(near[_lot(seed, number) % len(near)])
+
+
+class LoggedCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A source as it was weighed. `terms_ms` sum to its cost; those that are zero are left out."""
+
+    worker: str
+    dp_rank: int
+    state: str
+    predicted_cached_tokens: int | None
+    running: float
+    terms_ms: dict[str, float]
+
+
+class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision: all that it depended on, and what it was."""
+
+    number: int
+    at_s: float
+    """On the router's monotonic clock."""
+    adapter: str | None
+    prompt_tokens: int | None
+    reason: str
+    chosen: int
+    """Index of the candidate."""
+    candidates: list[LoggedCandidate]
+
+
+def replay(log: Sequence[LoggedDecision], *, seed: int) -> list[int]:
+    """Numbers of the decisions that would be others now; none where all are the same."""
+    others = []
+    for entry in log:
+        total = np.array([sum(one.terms_ms.values()) for one in entry.candidates])
+        running = np.array([one.running for one in entry.candidates])
+        if choose(total, running, seed=seed, number=entry.number) != entry.chosen:
+            others.append(entry.number)
+    return others
+
+
+def _lot(seed: int, number: int) -> int:
+    """SplitMix64: as good as random, and the same each time."""
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)

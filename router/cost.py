@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 TERMS: Final = ("prefill", "queue", "decode", "slot", "swap", "memory", "others")
 NEAR_TIE_MS: Final = 0.5
-NEAR_TIE_SHARE: Final = 0.05
+NEAR_TIE_SHARE: Final = 0.01
 """Costs closer than this, or than so much of the least, are equal: an estimate isn't better than that."""
 
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -97,7 +97,8 @@ def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand
     own = set(demand.lora_ids)
     flags = book.flags(own.pop(), columns)
     for lora_id in own:  # workers that hold other weights under the name, for a moment
-        flags |= book.flags(lora_id, columns)
+        is_its = np.array([one == lora_id for one in demand.lora_ids])
+        flags[is_its] = book.flags(lora_id, columns[is_its])
     swap_ms = weights.adapter_swap_ms if any(demand.lora_ids) else 0.0
     assumed = np.array([
         demand.now_s, demand.output_tokens, weights.decode_ms_per_request, swap_ms, weights.others_share,
@@ -130,6 +131,6 @@ def _terms(state, curve, factors, columns, flags, uncached, num_slots, capacity,
         over = 0.0 if flags[i] & RUNS or num_slots[i] == 0 else max(0.0, row[DISTINCT] + 1 - num_slots[i])
         terms[3, i] = over * slot_ms
         terms[4, i] = 0.0 if flags[i] & RECENT else swap_ms
-        missing = row[KV] + uncached[i] + output_tokens - capacity[i]
+        missing = row[KV] + min(uncached[i] + output_tokens, capacity[i]) - capacity[i]
         terms[5, i] = request_ms * missing / min(row[KV], capacity[i]) if missing > 0 and row[KV] > 0 else 0.0
         terms[6, i] = prefill * others_share

@@ -31,7 +31,7 @@ _REPORTS: Final = 3
 _MIN_DRIFT: Final = 2.0
 _DRIFT_SHARE: Final = 0.2
 """A difference up to so much of what is booked is a matter of moments."""
-MIN_QUEUE_SHARE: Final = 0.25
+MIN_QUEUE_SHARE: Final = 0.05
 """A queue that is overdue isn't gone: its source is slower than thought, or stands still."""
 _GAIN: Final = 0.02
 """Weight of one request in the averages of the fleet: a hundred follow a change."""
@@ -163,8 +163,7 @@ class LoadBook:
         counts[lora_id] = counts.get(lora_id, 0) + 1
         self._running_at.setdefault(lora_id, set()).add(column)
         row = self.state[column]
-        if not row[QUEUED]:
-            row[PROGRESS_S] = now_s
+        row[PROGRESS_S] = max(row[PROGRESS_S], now_s - row[QUEUED_MS] / 1000)  # no sooner than all was computed
         row[QUEUED] += tokens
         row[QUEUED_MS] += booking.own_ms
         row[RUNNING] += 1
@@ -356,4 +355,4 @@ class Booking:
 
 
 def _average(now: float, sample: float) -> float:
-    return now + _GAIN * (min(max(sample, now / _MAX_FACTOR), now * _MAX_FACTOR) - now)
+    return now + _GAIN * (min(max(sample, now / _MAX_FACTOR), max(now, 1.0) * _MAX_FACTOR) - now)

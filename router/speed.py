@@ -5,7 +5,8 @@ knots are at powers of two, in logarithms: what a prompt of `n` uncached tokens 
 prompts cost whatever their length; attention makes long ones dearer than their length; both are in the curve. A sample
 is a time to first token against what was expected, prompts ahead included. It moves the two knots beside its length,
 and its source's factor, by a fraction of the logarithm of its error and by no more than a step, so that one stall moves
-little; knots that no sample has touched follow, so that the first samples set the scale. The curve never falls.
+little; knots that no sample has touched keep their place to the others, so that the first samples set the scale. The
+curve never falls.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _GAIN: Final = 0.1
 """Share of an error that a sample corrects in the curve."""
 _FACTOR_GAIN: Final = 0.02
 """The same in its source's factor: most differences between sources are chance."""
+_CHANCE: Final = 0.1
+"""Logarithm of a factor that chance explains: sources of one kind must cost the same, or load gathers at some."""
 _FEW: Final = 8
 """So many first samples of a knot, or a source, count for more: each as in a plain average."""
 _MAX_STEP: Final = math.log(1.5)
@@ -55,19 +58,27 @@ class SpeedBook:
         """The curve assumed until one is learned."""
         #: logarithm of each knot's milliseconds
         self.log_ms: Floats = np.log(overhead_ms + _KNOT_TOKENS * 1000.0 / tokens_per_s)
+        self._prior: Floats = self.log_ms.copy()
+        #: samples by the knot nearest to them
         self._seen: NDArray[np.int64] = np.zeros(NUM_KNOTS, np.int64)
+        #: knots beside a sample
+        self._touched: NDArray[np.bool_] = np.zeros(NUM_KNOTS, bool)
         #: by column, how many times longer than by the curve it takes
         self.factors: Floats = np.zeros(0)
+        #: logarithms of what the samples say of it
+        self._log_factors: Floats = np.zeros(0)
         self._samples: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def widen(self, more: int) -> None:
         """Room for so many more columns."""
         self.factors = np.append(self.factors, np.ones(more))
+        self._log_factors = np.append(self._log_factors, np.zeros(more))
         self._samples = np.append(self._samples, np.zeros(more, np.int64))
 
     def reset(self, column: int) -> None:
         """The column belongs to another source."""
         self.factors[column] = 1.0
+        self._log_factors[column] = 0.0
         self._samples[column] = 0
 
     def num_samples(self, column: int) -> int:
@@ -90,11 +101,11 @@ class SpeedBook:
             return
         own_ms = self.ms(column, tokens)
         share = own_ms / (own_ms + ahead_ms)
-        error = math.log(took_ms / (own_ms + ahead_ms))
+        error = math.log(took_ms) - math.log(own_ms + ahead_ms)
         self._bend(tokens, error, share)
         if self._samples.sum() > 0:  # of the very first sample, all is the curve's
             step = _step(error, int(self._samples[column]), is_first=False)
-            self.factors[column] *= math.exp(step * max(_FACTOR_GAIN, 0.5 / (self._samples[column] + 1)))
+            self._log_factors[column] += step * max(_FACTOR_GAIN, 0.5 / (self._samples[column] + 1))
         self._samples[column] += 1
         self._center()
 
@@ -107,21 +118,35 @@ class SpeedBook:
         count = int(self._seen[nearest])
         is_first = not self._seen.any()
         step = _step(error, count, is_first=is_first) * (1.0 if is_first else weight * max(_GAIN, 0.5 / (count + 1)))
-        unseen = self._seen == 0
         row = self.log_ms
-        row[unseen] += step
-        row[knot] += 0.0 if unseen[knot] else step * (1 - share)
-        row[knot + 1] += 0.0 if unseen[knot + 1] else step * share
+        if is_first:
+            row += step
+        else:
+            row[knot] += step * (1 - share)
+            row[knot + 1] += step * share
         self._seen[nearest] += 1
+        self._touched[[knot, knot + 1]] = True
         row[:nearest] = np.minimum(row[:nearest], row[nearest])
         np.maximum.accumulate(row, out=row)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Knots that no sample has touched: between touched ones on the line, beyond them as the first guess ran."""
+        touched = np.flatnonzero(self._touched)
+        first, last = touched[0], touched[-1]
+        row, prior = self.log_ms, self._prior
+        row[first : last + 1] = np.interp(np.arange(first, last + 1), touched, row[touched])
+        row[:first] = row[first] + np.minimum(prior[:first] - prior[first], 0.0)
+        row[last + 1 :] = row[last] + np.maximum(prior[last + 1 :] - prior[last], 0.0)
 
     def _center(self) -> None:
         """Factors of sources that have shown theirs average to one: what all have in common is the curve's."""
         known = self._samples > 0
-        shift = float(np.log(self.factors[known]).mean())
-        self.factors[known] *= math.exp(-shift)
+        shift = float(self._log_factors[known].mean())
+        self._log_factors[known] -= shift
         self.log_ms += shift
+        beyond = np.maximum(np.abs(self._log_factors) - _CHANCE, 0.0)
+        self.factors[:] = np.exp(np.copysign(beyond, self._log_factors))
 
 
 def _step(error: float, count: int, *, is_first: bool) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections import deque
 from pathlib import Path
@@ -103,6 +104,8 @@ class EngineProcess:
         """Exit code, once it has ended and its output is read."""
         assert self._process is not None
         code = await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):  # what it had started just before may not have noticed its end
+            os.killpg(self._process.pid, signal.SIGKILL)
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=1)
         return code

@@ -22,6 +22,8 @@ PINNED: Final = {"sglang": "0.5.23", "ray": "2.60.0", "torch": "2.14.1"}
 """What we are tested with; the same as in pyproject.toml, which a Ray job does not bring along."""
 _CPU_ENGINE_GB: Final = 1.5
 """Resident memory of a CPU engine before weights and cache, three processes together."""
+_EMULATED_ENGINE_GB: Final = 0.3
+"""Of an emulated one, its worker's actor included."""
 _GB: Final = 1 << 30
 
 
@@ -89,7 +91,10 @@ def _memory(config: Config) -> Finding:
     if config.device == "cuda":
         return Finding("memory", True, "left to SGLang's --mem-fraction-static")
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    needed = config.workers.count * (_CPU_ENGINE_GB + 2 * weights / _GB)
+    if config.emulation is not None:
+        needed = config.workers.count * _EMULATED_ENGINE_GB
+    else:
+        needed = config.workers.count * (_CPU_ENGINE_GB + 2 * weights / _GB)
     free = psutil.virtual_memory().available / _GB
     return Finding("memory", free >= needed, f"{free:.1f} GB free, about {needed:.1f} needed", "lower workers.count")
 

@@ -98,6 +98,11 @@ class Dispatcher:
         await asyncio.gather(self._admission.run(), self._failover.run())
 
     @property
+    def num_queued(self) -> int:
+        """Requests that wait for a worker with room."""
+        return len(self._admission)
+
+    @property
     def suspensions(self) -> int:
         """Times that a worker was suspended."""
         return self._failover.suspensions

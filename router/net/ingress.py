@@ -256,7 +256,11 @@ class Ingress:
 
     def status(self) -> dict[str, Any]:
         """All that the router knows of its workers, as JSON values."""
-        return {**views.status(self._core), "tokenizer": "engine" if self.trusted_tokenizer is None else "router"}
+        return {
+            **views.status(self._core),
+            "tokenizer": "engine" if self.trusted_tokenizer is None else "router",
+            "queued": self._dispatcher.num_queued,
+        }
 
     async def _audit(self, _request: web.Request) -> web.Response:
         return web.json_response(await self._audit_all())

@@ -64,6 +64,9 @@ class LocalFleet(BackgroundLoop):
         roots: Sequence[Path] = (),
         device: str = "cpu",
         emulated: str | None = None,
+        cache_tokens: int = CACHE_TOKENS,
+        context: int = CONTEXT,
+        max_rank: int = 16,
     ) -> None:
         """`adapters`: name -> folder; those of the tiny model by default. `placement`: of those, and by default."""
         super().__init__()
@@ -76,7 +79,7 @@ class LocalFleet(BackgroundLoop):
                 name: AdapterConfig(path=str(path), placement=placement) for name, path in self._adapters.items()
             },
             max_loras_per_batch=4,
-            max_rank=16,
+            max_rank=max_rank,
             max_loaded=max_loaded,
             roots=tuple(map(str, roots)),
             cache_dir=self._folder.name + "/adapters",
@@ -103,15 +106,13 @@ class LocalFleet(BackgroundLoop):
                 index=index,
                 host="127.0.0.1",
                 device=device,
-                model=ModelConfig(path=str(model), served_name=SERVED, dtype="bfloat16", context_length=CONTEXT),
+                model=ModelConfig(path=str(model), served_name=SERVED, dtype="bfloat16", context_length=context),
                 kv_events=KvEventsConfig(replay_buffer=replay_buffer),
                 lora=lora,
                 dp_size=dp_size,
                 cpu_cores=tuple(cores[(index * dp_size + i) % len(cores)] for i in range(dp_size)),
-                extra_args=(
-                    *("--mem-fraction-static", "0.2"),
-                    *("--max-total-tokens", str(CACHE_TOKENS)),
-                    *("--page-size", str(PAGE)),
+                extra_args=tuple(
+                    f"--mem-fraction-static 0.2 --max-total-tokens {cache_tokens} --page-size {PAGE}".split()
                 ),
                 emulated=emulated,
                 api_key=ENGINE_KEY,

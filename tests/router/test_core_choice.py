@@ -136,16 +136,17 @@ def test_near_tie_goes_to_the_fewest_running(fleet: Fleet) -> None:
     assert {fleet.choose()[0] for _ in range(16)} == {"w1"}
 
 
-@pytest.mark.parametrize(("cached_pages", "chosen"), [(5, "w1"), (25, "w0")], ids=["near", "far"])
+@pytest.mark.parametrize(("cached_pages", "chosen"), [(5, "w1"), (250, "w0")], ids=["near", "far"])
 def test_costs_within_a_share_of_the_least_are_a_tie(fleet: Fleet, cached_pages: int, chosen: str) -> None:
     fleet.start(report("w0"), report("w1"))
-    fleet.store(source("w0"), hashes(LONG)[:cached_pages])
+    tokens = list(range(4001))
+    fleet.store(source("w0"), hashes(tokens)[:cached_pages])
     fleet.core.book(fleet.core.route(request([], exclude={"w1"})), now_s=0.0)
-    first, second = fleet.core.explain(request(LONG))
+    first, second = fleet.core.explain(request(tokens))
     assert first.source.worker_id == "w0"
     assert second.cost_ms - first.cost_ms > NEAR_TIE_MS
     assert (second.cost_ms - first.cost_ms < first.cost_ms * NEAR_TIE_SHARE) is (chosen == "w1")
-    assert {fleet.choose(request(LONG))[0] for _ in range(16)} == {chosen}
+    assert {fleet.choose(request(tokens))[0] for _ in range(16)} == {chosen}
 
 
 def test_excluded_workers_are_not_tried_again(fleet: Fleet) -> None:

@@ -21,7 +21,14 @@ NAMES = ("w0", "w1", "w2", "w3")
 WORKERS = st.sampled_from(NAMES)
 ADAPTERS = {"a": A1, "b": B1}
 HOLDINGS = st.lists(
-    st.tuples(WORKERS, st.sampled_from(sorted(ADAPTERS)), st.sampled_from(AdapterState), st.booleans()), max_size=8
+    st.tuples(
+        WORKERS,
+        st.sampled_from(sorted(ADAPTERS)),
+        st.sampled_from([AdapterState.LOADED] * 4 + list(AdapterState)),
+        st.sampled_from([False, False, False, True]),
+    ),
+    max_size=8,
+    unique_by=lambda row: row[:2],
 )
 
 
@@ -48,6 +55,8 @@ class Eligibility(RuleBasedStateMachine):
         self.version = 0
         self.lives = 0
         self.open: list[Booking] = []
+        for name in NAMES:
+            self.heartbeat(name, WorkerState.READY, again=True)
 
     @rule(name=WORKERS, state=st.one_of(st.just(WorkerState.READY), st.sampled_from(WorkerState)), again=st.booleans())
     def heartbeat(self, name: str, state: WorkerState, again: bool) -> None:
@@ -145,5 +154,5 @@ class Eligibility(RuleBasedStateMachine):
 
 TestEligibility = Eligibility.TestCase
 TestEligibility.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=30, derandomize=True, database=None
+    deadline=None, max_examples=100, stateful_step_count=30, derandomize=True, database=None
 )

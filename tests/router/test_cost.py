@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from router.cost import TERMS, Costs, CostWeights, Demand, estimate
 from router.ids import LoraId
-from router.load import LoadBook
+from router.load import MIN_QUEUE_SHARE, LoadBook
 
 A, B, C = LoraId("a" * 32), LoraId("b" * 32), LoraId("c" * 32)
 LORA_IDS = (None, A, B, C)
 NUM_COLUMNS = 3
-ROOM = 400_000
-"""Capacity that any prompt of the tests fits, output included."""
 SAME = 1 - 1e-12
 """Rounding."""
 
@@ -78,7 +76,7 @@ CASES = st.builds(
     lora_id=st.sampled_from(LORA_IDS),
     uncached=st.tuples(*[st.integers(0, 300_000)] * NUM_COLUMNS),
     num_slots=st.tuples(*[st.integers(0, 4)] * NUM_COLUMNS),
-    capacity=st.tuples(*[st.one_of(st.just(np.inf), st.integers(ROOM, 500_000).map(float))] * NUM_COLUMNS),
+    capacity=st.tuples(*[st.one_of(st.just(np.inf), st.integers(1, 500_000).map(float))] * NUM_COLUMNS),
     output_tokens=st.floats(1.0, 50_000.0),
 )
 COLUMNS = st.integers(0, NUM_COLUMNS - 1)
@@ -179,6 +177,26 @@ def test_a_booking_of_another_adapter_never_lowers_a_cost(case: Case, load: Load
 
 
 @property_test
+@given(
+    st.lists(st.tuples(st.one_of(st.integers(0, 50), st.integers(0, 5000)), st.integers(0, 2000)), max_size=4),
+    st.integers(0, 3),
+)
+def test_a_booking_at_any_time_never_lowers_a_cost(prompts: list[tuple[int, int]], at: int) -> None:
+    """Prompts as tokens, and ms until the next."""
+    weights = CostWeights(prefill_tokens_per_s=1000.0, overhead_ms=0.001, decode_ms_per_request=0.0)
+
+    def cost(skipped: int | None) -> float:
+        book, now_s = book_of(weights), 0.0
+        for n, (tokens, waited_ms) in enumerate(prompts):
+            if n != skipped:
+                book.book(0, tokens=tokens, lora_id=B, now_s=now_s)
+            now_s += waited_ms / 1000
+        return float(ask(IDLE, book, now_s, [0])[0].total[0])
+
+    assert cost(None) >= cost(at) * (1 - 1e-9)
+
+
+@property_test
 @given(CASES, LOADS, st.integers(1, 100_000), st.integers(0, 100_000))
 def test_a_longer_prompt_in_the_queue_never_lowers_a_cost(case: Case, load: Load, tokens: int, kv_tokens: int) -> None:
     short = replace(load, answered=False)
@@ -255,9 +273,10 @@ def test_nothing_to_do_on_an_idle_fleet_costs_nothing() -> None:
 
 
 def test_computing_costs_its_time_and_a_share_for_those_after() -> None:
-    assert terms(replace(IDLE, uncached=(0, 512, 2048))) == {
-        "prefill": pytest.approx([0, 512, 2048], abs=0.01),
-        "others": pytest.approx([0, 128, 512], abs=0.01),
+    weights = CostWeights(prefill_tokens_per_s=2000.0, overhead_ms=0.001)
+    assert terms(replace(IDLE, uncached=(0, 512, 2048), weights=weights)) == {
+        "prefill": pytest.approx([0, 256, 1024], abs=0.01),
+        "others": pytest.approx([0, 64, 256], abs=0.01),
     }
 
 
@@ -272,7 +291,7 @@ def test_slower_source_takes_longer() -> None:
     assert fast < unknown < slow
 
 
-@pytest.mark.parametrize(("waited_s", "queue_ms"), [(0.0, 3072), (1.0, 2072), (2.5, 768), (60.0, 768)])
+@pytest.mark.parametrize(("waited_s", "queue_ms"), [(0.0, 3072), (1.0, 2072), (60.0, 3072 * MIN_QUEUE_SHARE)])
 def test_booked_prompts_are_waited_for_less_what_was_computed_meanwhile(waited_s: float, queue_ms: float) -> None:
     loads = booked(1, tokens=1024), booked(1, tokens=2048)
     assert terms(replace(IDLE, loads=loads, waited_s=waited_s)) == {
@@ -337,6 +356,34 @@ def test_memory_is_waited_for_where_prompt_and_output_do_not_fit(kv_tokens: int,
     loads = tuple(booked(column, kv_tokens=kv_tokens) for column in range(NUM_COLUMNS))
     case = replace(IDLE, loads=loads, capacity=capacity, uncached=(200,) * NUM_COLUMNS)
     assert terms(case).get("memory", [0.0] * NUM_COLUMNS) == pytest.approx([0.0, memory_ms, 0.0], abs=0.001)
+
+
+def test_fuller_cache_is_no_cheaper_for_a_request_that_fills_it() -> None:
+    loads = tuple(booked(column, kv_tokens=kv_tokens) for column, kv_tokens in enumerate((10, 500, 2000)))
+    case = replace(IDLE, loads=loads, capacity=(1000.0,) * NUM_COLUMNS, uncached=(950,) * NUM_COLUMNS)
+    emptiest, fuller, fullest = terms(case)["memory"]
+    assert emptiest <= fuller <= fullest
+
+
+def test_each_candidate_is_asked_for_what_it_calls_the_adapter() -> None:
+    """Column 0 runs the old weights A, still held by column 1; column 0 has B by now."""
+    book, _ = loaded(replace(IDLE, loads=(booked(0, A),), num_slots=(1,) * NUM_COLUMNS))
+
+    def slots(lora_ids: Sequence[LoraId]) -> list[float]:
+        numbers = np.ones(len(lora_ids))
+        demand = Demand(
+            now_s=0.0,
+            uncached_tokens=numbers,
+            output_tokens=1.0,
+            lora_ids=lora_ids,
+            num_slots=np.ones(len(lora_ids), np.int64),
+            capacity_tokens=numbers * np.inf,
+        )
+        costs = estimate(book, WEIGHTS, np.arange(len(lora_ids)), demand)
+        return [costs.row(i).get("slot", 0.0) for i in range(len(lora_ids))]
+
+    assert slots([B]) == [200.0]
+    assert slots([B, A]) == [200.0, 0.0]
 
 
 def test_terms_that_are_zero_are_not_told() -> None:

@@ -239,7 +239,7 @@ def test_queue_shrinks_with_time_but_not_below_a_share() -> None:
     book = book_of()
     book.book(0, tokens=1000, lora_id=None, now_s=10.0)
     left = [queue_ms(book.state[0], now_s) for now_s in (9.0, 10.0, 10.25, 10.75, 11.0, 99.0)]
-    assert left == pytest.approx([1000, 1000, 750, 250, 250, 250], rel=1e-4)
+    assert left == pytest.approx([1000, 1000, 750, 250, 1000 * MIN_QUEUE_SHARE, 1000 * MIN_QUEUE_SHARE], rel=1e-4)
 
 
 def test_time_before_a_queue_began_is_no_progress_of_it() -> None:
@@ -247,6 +247,13 @@ def test_time_before_a_queue_began_is_no_progress_of_it() -> None:
     book.book(0, tokens=1000, lora_id=None, now_s=0.0).first_token(now_s=1.0)
     book.book(0, tokens=1000, lora_id=None, now_s=50.0)
     assert queue_ms(book.state[0], 50.0) == pytest.approx(1000, rel=1e-4)
+
+
+def test_time_for_which_a_queue_is_overdue_is_no_progress_of_what_comes_later() -> None:
+    book = book_of()
+    book.book(0, tokens=10, lora_id=None, now_s=0.0)
+    book.book(0, tokens=2000, lora_id=None, now_s=5.0)
+    assert queue_ms(book.state[0], 5.0) >= 2000
 
 
 def test_progress_counts_from_the_last_first_token() -> None:
@@ -331,6 +338,17 @@ def test_one_wait_counts_at_most_four_times_or_a_quarter(took_s: float, sample_m
     assert book.slot_ms == pytest.approx(200 + GAIN * (sample_ms - 200))
 
 
+def test_wait_that_was_assumed_to_be_none_is_learned() -> None:
+    book = LoadBook(prefill_tokens_per_s=1000.0, slot_wait_ms=0.0)
+    book.widen(1)
+    book.book(0, tokens=0, lora_id=A, now_s=0.0)
+    for n in range(500):
+        booking = book.book(0, tokens=1, lora_id=B, now_s=float(n), num_slots=1)
+        booking.first_token(now_s=n + 0.3)
+        booking.finish()
+    assert book.slot_ms == pytest.approx(300, rel=0.1)
+
+
 def test_duration_is_learned_of_requests_that_end_well_and_stream() -> None:
     book = book_of()
     endings = [(True, None), (False, 4.0), (True, 4.0)]
@@ -384,7 +402,7 @@ def test_columns_are_booked_apart_and_widening_keeps_them() -> None:
 
 def test_speed_of_a_source_that_is_gone_is_not_its_successors() -> None:
     book = book_of(2)
-    for column, took_s in [(0, 1.0), (1, 1.0), (0, 9.0), (0, 9.0)]:
+    for column, took_s in [(0, 1.0), (1, 1.0)] + [(0, 9.0), (1, 1.0)] * 5:
         book.book(column, tokens=1000, lora_id=None, now_s=0.0).first_token(now_s=took_s)
     assert book.speed.ms(0, 1000) > 1.5 * book.speed.ms(1, 1000)
     book.reset(0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.ids import LoraId
-from router.load import LoadBook
+from router.load import MIN_QUEUE_SHARE, LoadBook
 
 A = LoraId("a" * 32)
 UNLIMITED: dict[str, Any] = {"now_s": 0.0, "max_queue_ms": 1e12, "max_running": 0, "capacity_tokens": 0}
@@ -54,7 +54,8 @@ def test_room_comes_back_as_the_queue_is_computed() -> None:
     book = book_of()
     booking = book.book(0, tokens=1024, lora_id=A, now_s=10.0)
     assert [has_room(book, now_s=now_s, max_queue_ms=500.0) for now_s in (10.0, 10.5, 10.6)] == [False, False, True]
-    assert not has_room(book, now_s=99.0, max_queue_ms=200.0)
+    overdue_ms = 1024 * MIN_QUEUE_SHARE
+    assert [has_room(book, now_s=99.0, max_queue_ms=overdue_ms + n) for n in (-1, 1)] == [False, True]
     booking.first_token(now_s=99.0)
     assert has_room(book, now_s=99.0, max_queue_ms=0.0)
 

@@ -48,7 +48,6 @@ def chats(
     """Conversations that begin alike and grow by one to six pages a turn; Poisson arrivals, `gap_s` between calls.
 
     A page's id is never reused, so it stands for all of the prompt up to it. `again` is the share of later turns.
-    No prompt ends where a page ends.
     """
     rng = random.Random(seed)
     ids = count()
@@ -63,7 +62,7 @@ def chats(
         session = rng.randrange(len(prompts)) if len(prompts[-1]) > system_pages else len(prompts) - 1
         prompts[session] += [next(ids) for _ in range(rng.randint(1, 6))]
         adapter = f"adapter-{session % adapters}" if adapters else None
-        output, tail = rng.randint(1, max_output), rng.randrange(1, PAGE)
+        output, tail = rng.randint(1, max_output), rng.randrange(PAGE)
         calls.append(call(at_s, prompts[session], session=session, adapter=adapter, tail=tail, output=output))
     return Trace(calls, PAGE)
 

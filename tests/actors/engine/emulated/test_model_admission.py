@@ -100,11 +100,11 @@ def test_decoding_is_use_of_a_slot() -> None:
 
 def test_the_base_model_leaves_its_slot_last() -> None:
     engine = Engine(num_slots=2)
-    for name in (None, "x", "y", None, "y"):
+    for name in (None, "x", "y", "x"):
         engine.submit(job(adapter=name))
         engine.run()
 
-    assert engine.model.swaps == 2
+    assert engine.model.swaps == 3  # y in place of x, and x again in place of y
 
 
 def test_an_adapter_in_use_keeps_its_slot() -> None:
@@ -141,6 +141,18 @@ def test_the_longest_unused_pages_make_room() -> None:
     assert set(engine.ledger.parents) == {hashes("a")[0], *hashes("xyz"), *hashes("pqr")}
 
 
+def test_no_more_is_given_up_than_a_batch_lacks() -> None:
+    engine = Engine(kv_tokens=32)
+    for pages in ("abc", "xyz"):
+        engine.submit(job(pages))
+        engine.run()
+
+    engine.busy_with(job("pqr", output=3), job(rest=3, output=5))  # 24 + 16 + 8 tokens: 16 are missing
+
+    assert set(engine.ledger.parents) == set(hashes("xy"))
+    assert engine.run().is_at_rest()
+
+
 def test_what_a_request_reuses_is_not_given_up_for_it() -> None:
     engine, one = Engine(kv_tokens=32), job("abcdef", output=7)
     for pages in ("abc", "xyz"):
@@ -152,6 +164,15 @@ def test_what_a_request_reuses_is_not_given_up_for_it() -> None:
     assert one.cached == 12
     assert engine.ledger.removed == list(hashes("xyz"))[::-1]
     assert engine.run().cache.held == 24
+
+
+def test_the_last_token_of_the_output_is_not_stored() -> None:
+    engine = Engine()
+    for output, held in ((7, 8), (8, 12)):
+        one = job("a", output=output)
+        one.prompt = hashes("abc")
+        engine.submit(one)
+        assert engine.run().cache.held == held
 
 
 def test_what_is_known_of_the_output_is_stored_and_given_up_like_all_else() -> None:
@@ -182,6 +203,15 @@ def test_room_for_all_of_the_output_is_set_aside() -> None:
     engine = Engine(kv_tokens=32).busy_with(one, other)
 
     assert firsts(engine) == [one]  # 1 + 20 + 1 + 11 tokens are one too many
+
+
+def test_a_started_page_takes_room_that_no_page_of_the_cache_does() -> None:
+    one, large = job("a", 3, output=9), job(rest=8, output=9)
+    engine = Engine(kv_tokens=32).busy_with(one, large)
+
+    assert firsts(engine) == [one]
+    assert (engine.cache.held, engine.model.private_tokens) == (4, 3 + 9)
+    assert engine.model.waiting == [large]  # 16 + 17 tokens are one too many
 
 
 def test_room_is_taken_to_the_last_token() -> None:

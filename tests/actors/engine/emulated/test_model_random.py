@@ -13,8 +13,6 @@ TICK_S = 1 / 8
 """Exact in binary, as all times of the profile are."""
 MAX_ADVANCES = 3000
 """Far more than what can wait needs."""
-NEVER_CUT = 10_000
-"""Tokens of a step that all prompts fit."""
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -23,14 +21,13 @@ class AnyHistory(RuleBasedStateMachine):
     @initialize(
         num_slots=st.integers(0, 3),
         kv_tokens=st.sampled_from([40, 64, 1000]),
-        chunk_tokens=st.sampled_from([3, 8, NEVER_CUT]),
+        chunk_tokens=st.sampled_from([3, 8, 100]),
         max_running=st.sampled_from([1, 2, 256]),
         max_steps=st.sampled_from([1, 3, 64]),
     )
     def start(self, num_slots: int, kv_tokens: int, chunk_tokens: int, max_running: int, max_steps: int) -> None:
         self.num_slots = num_slots
         self.max_running = max_running
-        self.chunk_tokens = chunk_tokens
         self.engine = Engine(
             num_slots=num_slots,
             kv_tokens=kv_tokens,
@@ -50,7 +47,7 @@ class AnyHistory(RuleBasedStateMachine):
         adapter=st.sampled_from([None, "x", "y", "z"]),
     )
     def submit(self, pages: str, rest: int, output: int, adapter: str | None) -> None:
-        one = job(pages, rest if pages else rest + 1, output=output, adapter=adapter)
+        one = job(pages, rest if pages else max(1, rest), output=output, adapter=adapter)
         self.jobs.append(one)
         self.engine.submit(one)
 
@@ -106,8 +103,10 @@ class AnyHistory(RuleBasedStateMachine):
     @invariant()
     def memory_suffices(self) -> None:
         model, cache = self.engine.model, self.engine.cache
-        assert self.chunk_tokens < NEVER_CUT or cache.held + model.private_tokens <= model.kv_tokens
+        assert cache.held + model.private_tokens <= model.kv_tokens
         assert 0 <= cache.evictable <= cache.held
+        needed = sum(one.num_tokens + one.max_output for one in self.inside())
+        assert model.private_tokens == needed - sum(one.done // PAGE * PAGE for one in self.inside())
 
     @invariant()
     def first_come_first_served(self) -> None:

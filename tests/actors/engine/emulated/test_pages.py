@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,7 +56,8 @@ class PagesAgainstNaive(RuleBasedStateMachine):
         stored = path[:num_pages]
         new = [stored[:n] for n in range(1, len(stored) + 1) if stored[:n] not in self.used]
         self.ledger.stored = []
-        _, place = self.cache.insert(hashes(path), num_pages * PAGE + rest)
+        num_tokens, place = self.cache.insert(hashes(path), num_pages * PAGE + rest)
+        assert num_tokens == len(stored) * PAGE
         assert self.ledger.stored == [hashes(one)[-1] for one in new]
         self.touch(stored)
         return place, stored
@@ -68,17 +70,17 @@ class PagesAgainstNaive(RuleBasedStateMachine):
     def insert(self, path: str, num_pages: int, rest: int) -> None:
         self.insert_some(path, num_pages, rest)
 
-    @rule(target=places, path=PATHS)
-    def match_and_lock(self, path: str) -> tuple[Any, str]:
-        return self.lock(*self.look_up(path))
+    @rule(target=places, path=PATHS, num_pages=st.integers(0, 5), rest=st.integers(0, PAGE - 1))
+    def match_and_lock(self, path: str, num_pages: int, rest: int) -> tuple[Any, str]:
+        return self.lock(*self.look_up(path, num_pages, rest))
 
-    @rule(path=PATHS)
-    def match(self, path: str) -> None:
-        self.look_up(path)
+    @rule(path=PATHS, num_pages=st.integers(0, 5), rest=st.integers(0, PAGE - 1))
+    def match(self, path: str, num_pages: int, rest: int) -> None:
+        self.look_up(path, num_pages, rest)
 
-    def look_up(self, path: str) -> tuple[Any, str]:
-        found = self.found(path)
-        num_tokens, place = self.cache.match(hashes(path), WHOLE)
+    def look_up(self, path: str, num_pages: int, rest: int) -> tuple[Any, str]:
+        found = self.found(path[:num_pages])
+        num_tokens, place = self.cache.match(hashes(path), num_pages * PAGE + rest)
         assert num_tokens == len(found) * PAGE
         self.touch(found)
         return place, found
@@ -255,7 +257,7 @@ def steps(draw: st.DrawFn, page_size: int) -> list[tuple[str, Prompt]]:
     page = st.sampled_from([(1,) * page_size, (1,) * (page_size - 1) + (2,), (3,) + (1,) * (page_size - 1)])
     rest = st.integers(0, page_size - 1).map(lambda n: (1,) * n)
     tokens = st.tuples(st.lists(page, max_size=6), rest).map(lambda parts: (*sum(parts[0], ()), *parts[1]))
-    prompt = st.builds(Prompt, tokens, st.sampled_from([None, "a" * 32, "b" * 32]))
+    prompt = st.builds(Prompt, tokens.filter(bool), st.sampled_from([None, "a" * 32, "b" * 32]))
     return draw(st.lists(st.tuples(st.sampled_from(["insert", "match"]), prompt), min_size=2, max_size=25))
 
 
@@ -280,8 +282,10 @@ def test_it_matches_and_holds_what_sglangs_tree_does(page_size: int, data: st.Da
             tree.insert(prompt)
             cache.insert(pages, len(prompt.tokens))
         else:
-            num_tokens, _ = cache.match(pages, WHOLE)
+            num_tokens, _ = cache.match(pages, len(prompt.tokens))
             assert (num_tokens, cache.peek(pages)) == (tree.match(prompt),) * 2
+            reusable = replace(prompt, tokens=prompt.tokens[:-1])  # the last token is always computed
+            assert cache.match(pages, len(prompt.tokens) - 1)[0] == tree.match(reusable)
         assert unsigned(ledger) == tree.held()
 
 

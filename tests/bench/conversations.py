@@ -1,0 +1,145 @@
+"""Conversations on two real engines: ours against round robin, in one run. Prints JSON.
+
+    python -m tests.bench.conversations
+
+Sixteen conversations of six turns over three adapters, four clients at a time, SmolLM2-135M on the CPU. Each policy
+starts with empty caches and gets the same conversations; round robin asks the engines in turn, past the router.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from deployment.assets import smollm2
+from deployment.assets.folder import ensure
+from deployment.assets.paths import model_dir
+from router.ids import WorkerId
+from tests.integration.asking import CHAT
+from tests.integration.local_fleet import ENGINE_KEY, SERVED, LocalFleet
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+ADAPTERS: Final = {
+    "alpha": ROOT / "configs/adapters/alpha",
+    "bravo": ROOT / "configs/adapters/bravo",
+    "charlie": ROOT / "configs/adapters/alpha",
+}
+CONVERSATIONS: Final = 16
+TURNS: Final = 6
+CLIENTS: Final = 4
+CACHE_TOKENS: Final = 32_768
+CONTEXT: Final = 2048
+WORDS: Final = ("river", "stone", "light", "garden", "winter", "music", "paper", "bridge", "cloud", "silver")
+
+
+@dataclass
+class Tally:
+    """What one policy came to."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    by_worker: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def figures(self) -> dict[str, Any]:
+        ordered = sorted(self.ttft_s)
+        return {
+            "requests": len(ordered),
+            "ttft_ms_mean": round(sum(ordered) / len(ordered) * 1000, 1),
+            "ttft_ms_p90": round(ordered[int(len(ordered) * 0.9)] * 1000, 1),
+            "prompt_tokens": self.prompt_tokens,
+            "computed_prefill_tokens": self.prompt_tokens - self.cached_tokens,
+            "requests_by_worker": dict(self.by_worker),
+        }
+
+
+def _words(rng: random.Random, num: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(num))
+
+
+def _converse(which: int, place: Callable[[], tuple[str, str, str]], tally: Tally) -> None:
+    """One conversation from its first turn to its last."""
+    rng = random.Random(which)
+    model = list(ADAPTERS)[which % len(ADAPTERS)]
+    messages = [{"role": "system", "content": "You are brief. " + _words(random.Random(100 + which % 3), 60)}]
+    for _ in range(TURNS):
+        messages.append({"role": "user", "content": _words(rng, 40)})
+        worker, url, key = place()
+        body = {
+            "model": f"{SERVED}:{model}",
+            "messages": messages,
+            "max_tokens": 16,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        started_s, first_s, text, usage = time.monotonic(), 0.0, "", {}
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.stream("POST", url + CHAT, json=body, headers=headers, timeout=300) as answer:
+            assert answer.status_code == 200, answer.read()
+            worker = answer.headers.get("x-loray-worker", worker)
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                first_s = first_s or time.monotonic() - started_s
+                event = json.loads(line.removeprefix("data: "))
+                usage = event.get("usage") or usage
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        messages.append({"role": "assistant", "content": text})
+        with tally.lock:
+            tally.ttft_s.append(first_s)
+            tally.prompt_tokens += usage["prompt_tokens"]
+            tally.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            tally.by_worker[worker] += 1
+
+
+def _run(place: Callable[[], tuple[str, str, str]]) -> dict[str, Any]:
+    tally = Tally()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        for one in [pool.submit(_converse, which, place, tally) for which in range(CONVERSATIONS)]:
+            one.result()
+    return tally.figures()
+
+
+def measure() -> dict[str, Any]:
+    """Both policies, one after the other, and their ratios."""
+    model = model_dir("SmolLM2-135M-Instruct")
+    ensure(model, smollm2.build)
+    fleet = LocalFleet(model, num_workers=2, adapters=ADAPTERS, cache_tokens=CACHE_TOKENS, context=CONTEXT, max_rank=64)
+    fleet.start()
+    try:
+        engines = [(worker, fleet.engine_url(worker), ENGINE_KEY) for worker in map(WorkerId, ("w0", "w1"))]
+        turn = count()
+
+        def in_turn() -> tuple[str, str, str]:
+            return engines[next(turn) % len(engines)]
+
+        found: dict[str, Any] = {}
+        for name, place in (("round_robin", in_turn), ("ours", lambda: ("", fleet.url, ""))):
+            for worker, _, _ in engines:
+                fleet.with_engine_client(worker, lambda engine: engine.flush_cache(timeout_s=30))
+            fleet.settle()
+            found[name] = _run(place)
+    finally:
+        fleet.stop()
+    ours, plain = found["ours"], found["round_robin"]
+    ratios = {
+        name: round(ours[name] / plain[name], 3) for name in ("ttft_ms_mean", "ttft_ms_p90", "computed_prefill_tokens")
+    }
+    return {"conversations": CONVERSATIONS, "turns": TURNS, **found, "ours_to_round_robin": ratios}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=2))

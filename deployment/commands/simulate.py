@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         rate=arguments.rate,
         burstiness=arguments.burstiness,
         max_calls=arguments.calls,
+        reload_s=arguments.reload_every,
     )
     trace = play(
         read_trace(Path(arguments.trace), scale=arguments.scale, seed=arguments.seed), traffic, seed=arguments.seed
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     ideal = 0.0
     for size in sizes:
         for policy in policies:
-            found, sim = simulate(trace, _fleet(arguments, size), policy, reload_s=arguments.reload_every)
+            found, sim = simulate(trace, _fleet(arguments, size), policy, reload_s=traffic.reload_s)
             rows.append({"workers": size, "policy": policy, **found})
             times[f"{policy}, {size} workers"] = ttft_ms(sim)
             ideal = ideal_hit_rate(sim)

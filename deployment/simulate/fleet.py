@@ -33,13 +33,25 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of each worker; 0 for the profile's."""
     event_delay_s: float = 0.001
     event_loss: float = 0.0
-    """Share of event batches that are lost on their way."""
+    """Share of event batches that are lost on their way; those behind one wait until it is fetched."""
     ingress_ms: float = 1.0
     """What any router adds."""
     fail_every_s: float | None = None
     """A worker dies so often, another each time, and comes back empty."""
     fail_for_s: float = 20.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError that says what is allowed."""
+        least = min(self.num_slots, self.kv_tokens, self.event_delay_s, self.ingress_ms, self.fail_for_s)
+        allowed = {
+            "num_workers must be at least 1": self.num_workers >= 1,
+            "num_slots, kv_tokens, event_delay_s, ingress_ms and fail_for_s at least 0": least >= 0,
+            "event_loss from 0 to 1": 0 <= self.event_loss <= 1,
+            "fail_every_s above 0": self.fail_every_s is None or self.fail_every_s > 0,
+        }
+        if not all(allowed.values()):
+            raise ValueError(f"{', '.join(allowed)}; got {self}")
 
 
 class News(NamedTuple):
@@ -101,6 +113,8 @@ class SimWorker:
     flights: dict[int, Flight] = field(default_factory=dict)
     #: what it has stored and removed and not told yet
     news: list[News] = field(default_factory=list)
+    #: batches of which the first was lost, in order, until it is fetched
+    late: list[list[News]] = field(default_factory=list)
     alive: bool = True
     #: counts its lives
     life: int = 0
@@ -112,6 +126,9 @@ class Simulation:
     """One run. `run` once; then read `flights` and `workers`."""
 
     def __init__(self, trace: Trace, settings: FleetSettings, *, reload_s: float | None = None) -> None:
+        """Each adapter gets other weights every `reload_s`."""
+        if reload_s is not None and not reload_s > 0:
+            raise ValueError(f"reload_s must be above 0, got {reload_s}")
         self.settings = settings
         self.page_size = trace.page_size
         self.prompts = PromptBook(trace.page_size)
@@ -134,11 +151,12 @@ class Simulation:
             self._at(self._reload_s / len(adapters), self._reload, adapters, 0)
         if self.settings.fail_every_s:
             self._at(self.settings.fail_every_s, self._fail, 0)
+        end_s = max(flight.call.at_s for flight in self.flights) + _MAX_VIRTUAL_S
         while self._open:
             at_s, _, act, arguments = heapq.heappop(self._heap)
             self.now_s = at_s
-            if at_s > _MAX_VIRTUAL_S:
-                raise RuntimeError(f"{self._open} calls aren't served after a day: the fleet is far too small")
+            if at_s > end_s:
+                raise RuntimeError(f"{self._open} calls aren't served a day after the last: the fleet is far too small")
             act(*arguments)
 
     def _at(self, at_s: float, act: Callable[..., None], *arguments: Any) -> None:
@@ -206,18 +224,25 @@ class Simulation:
             self._at(self.now_s + self.settings.event_delay_s, self._hear, index, worker.life, news)
 
     def _hear(self, index: int, life: int, news: list[News]) -> None:
-        if self.workers[index].life != life:
+        worker = self.workers[index]
+        if worker.life != life:
             return
-        if self._rng.random() < self.settings.event_loss:
-            # found and repaired by the next batch or heartbeat, a second later at most
-            self._at(self.now_s + self._rng.random(), self._apply, index, life, news)
-            return
-        self._apply(index, life, news)
+        if worker.late:
+            worker.late.append(news)
+        elif self._rng.random() < self.settings.event_loss:
+            # found by the next batch or heartbeat, and fetched a second later at most
+            worker.late.append(news)
+            self._at(self.now_s + self._rng.random(), self._fetch, index, life)
+        else:
+            self.policy.heard(index, news, self.now_s)
 
-    def _apply(self, index: int, life: int, news: list[News]) -> None:
-        if self.workers[index].life != life:
+    def _fetch(self, index: int, life: int) -> None:
+        worker = self.workers[index]
+        if worker.life != life:
             return
-        self.policy.heard(index, news, self.now_s)
+        late, worker.late = worker.late, []
+        for news in late:
+            self.policy.heard(index, news, self.now_s)
 
     def _reload(self, adapters: list[str], i: int) -> None:
         assert self._reload_s is not None

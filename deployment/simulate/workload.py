@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import random
+import zlib
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,16 +35,27 @@ class Traffic:
     rate: float = 1.0
     """How many times faster calls come than in the trace."""
     burstiness: float = 1.0
-    """Coefficient of variation by which gaps between calls are stretched; 1 leaves them as they are."""
+    """Gaps between calls are multiplied by draws of variance burstiness^2 - 1 and mean 1; 1 leaves them as they are."""
     max_calls: int | None = None
     reload_s: float | None = None
     """Each adapter gets new weights so often, one after the other."""
 
+    def check(self) -> None:
+        """Raises ValueError that says what is allowed."""
+        allowed = {
+            "rate must be above 0": 0 < self.rate < math.inf,
+            "burstiness at least 1": 1 <= self.burstiness < math.inf,
+            "adapters at least 0": self.adapters >= 0,
+            "max_calls at least 1": self.max_calls is None or self.max_calls >= 1,
+            "reload_s above 0": self.reload_s is None or 0 < self.reload_s < math.inf,
+        }
+        if not all(allowed.values()):
+            raise ValueError(f"{', '.join(allowed)}; got {self}")
+
 
 def play(trace: Trace, traffic: Traffic, *, seed: int) -> Trace:
     """The trace as it is to come. Raises ValueError for what can't be played."""
-    if traffic.rate <= 0 or traffic.burstiness < 1 or traffic.adapters < 0:
-        raise ValueError("rate must be above 0, burstiness at least 1, adapters at least 0")
+    traffic.check()
     rng = random.Random(seed)
     calls = trace.calls[: traffic.max_calls]
     begin_s, span_s = calls[0].at_s, max(calls[-1].at_s - calls[0].at_s, 1e-9)
@@ -66,21 +79,27 @@ def play(trace: Trace, traffic: Traffic, *, seed: int) -> Trace:
 def _popularity(spec: str, num: int, rng: random.Random) -> Callable[[float], int]:
     """Draws an adapter at a share of the trace's time."""
     kind, _, value = spec.partition(":")
+    if spec == "uniform":
+        return lambda _share: rng.randrange(num)
+    if kind == "drift" and value:
+        return _weighted(_client_rates(Path(value), num), rng)
+    exponent = _number(value)
+    if kind == "power" and exponent > 0:
+        return lambda _share: min(num - 1, int(num * rng.random() ** (1 / exponent)))
+    if kind == "zipf" and exponent >= 0:
+        return _weighted([[(i + 1) ** -exponent for i in range(num)]], rng)
+    raise ValueError(
+        f"popularity must be uniform, zipf:A with A at least 0, power:A with A above 0, or drift:FILE, got {spec!r}"
+    )
+
+
+def _number(text: str) -> float:
+    """NaN, which no comparison holds for, unless it is finite."""
     try:
-        if kind == "uniform":
-            return lambda _share: rng.randrange(num)
-        if kind == "power":
-            alpha = float(value)
-            return lambda _share: min(num - 1, int(num * rng.random() ** (1 / alpha)))
-        if kind == "zipf":
-            return _weighted([[(i + 1) ** -float(value) for i in range(num)]], rng)
-        if kind == "drift":
-            return _weighted(_client_rates(Path(value), num), rng)
-    except (ValueError, ZeroDivisionError) as exc:
-        if isinstance(exc, TraceError):
-            raise
-        raise ValueError(f"popularity {spec!r} can't be read: {exc}") from exc
-    raise ValueError(f"popularity must be uniform, zipf:A, power:A or drift:FILE, got {spec!r}")
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _weighted(hours: list[list[float]], rng: random.Random) -> Callable[[float], int]:
@@ -99,9 +118,14 @@ def _client_rates(path: Path, num: int) -> list[list[float]]:
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             for row in csv.DictReader(file):
-                rates[row["model"]][row["client"]][int(row["hour"])] = float(row["rate_per_s"])
-    except (OSError, KeyError) as exc:
+                rate, hour = float(row["rate_per_s"]), int(row["hour"])
+                if not (0 <= rate < math.inf and hour >= 0):
+                    raise ValueError(f"rate {rate} in hour {hour}")
+                rates[row["model"]][row["client"]][hour] = rate
+    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as exc:
         raise TraceError(f"{path} has no client rates (model,client,hour,rate_per_s): {exc}") from exc
+    if not rates:
+        raise TraceError(f"{path} has no client rates (model,client,hour,rate_per_s): no lines")
     fitting = [clients for clients in rates.values() if len(clients) >= num] or [max(rates.values(), key=len)]
     clients = min(fitting, key=len)
     day = max(

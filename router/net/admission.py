@@ -51,7 +51,7 @@ class Admission:
         waiter = self._waiters[ticket] = asyncio.get_running_loop().create_future()
         if victim is not None:
             why = f"{len(self._queue)} requests wait already, most of them of {victim.adapter or 'the base model'}"
-            self._waiters[victim].set_exception(self._refusal("queue_full", why))
+            self._refuse(victim, "queue_full", why)
         self.changed()
         try:
             await waiter
@@ -73,10 +73,11 @@ class Admission:
         """There may be room: let the next go."""
         if self._going is not None or not self._queue:
             return
-        ticket = self._queue.pop(self._has_room, time.monotonic())
-        if ticket is not None:
-            self._going = ticket
-            self._waiters[ticket].set_result(None)
+        while (ticket := self._queue.pop(self._has_room, time.monotonic())) is not None:
+            if not self._waiters[ticket].done():  # else its client has left, and its task doesn't know yet
+                self._going = ticket
+                self._waiters[ticket].set_result(None)
+                return
 
     async def run(self) -> None:
         """Look after those that wait, until cancelled."""
@@ -85,7 +86,7 @@ class Admission:
             self.changed()
             for ticket in self._queue.expire(time.monotonic() - self._config.queue_timeout_s):
                 why = f"no worker had room within {self._config.queue_timeout_s:g} s (router.admission.queue_timeout_s)"
-                self._waiters[ticket].set_exception(self._refusal("queue_timeout", why))
+                self._refuse(ticket, "queue_timeout", why)
 
     def _leave(self, ticket: Ticket) -> None:
         self._queue.remove(ticket)
@@ -93,6 +94,10 @@ class Admission:
 
     def _has_room(self, adapter: str | None) -> bool:
         return self._core.has_room(adapter, now_s=time.monotonic(), max_queue_ms=self._config.max_engine_queue_ms)
+
+    def _refuse(self, ticket: Ticket, code: str, why: str) -> None:
+        if not self._waiters[ticket].done():
+            self._waiters[ticket].set_exception(self._refusal(code, why))
 
     def _refusal(self, code: str, message: str) -> Overloaded:
         self.refused[code] += 1

@@ -40,6 +40,8 @@ PREFIX_TOKENS: Final = 1536
 NEW_TOKENS: Final = (64, 1024)
 OUTPUT_TOKENS: Final = (16, 96)
 PROBES: Final = 40
+AUDITS: Final = 5
+"""Attempts: an audit that events interrupt doesn't conclude."""
 
 
 @dataclass
@@ -170,12 +172,16 @@ async def _rest(session: aiohttp.ClientSession, url: str, count: int) -> dict[st
         if time.monotonic() > until_s:
             raise RuntimeError("the fleet isn't whole again")
         await asyncio.sleep(1.0)
-    audit = await (await session.post(url + "/loray/audit")).json()
+    audits, audit = 0, {"clean": False}
+    while not audit["clean"] and audits < AUDITS:
+        audit = await (await session.post(url + "/loray/audit")).json()
+        audits += 1
     names = ("in_flight", "queued_prefill_tokens", "booked_kv_tokens", "running_adapters")
     return {
         **{name: sum(rank[name] for rank in ranks) for name in names},
         "queued": status["queued"],
-        "audit_clean": audit["clean"],
+        "audit_clean_at_attempt": audits if audit["clean"] else None,
+        "audit_not_clean": [f"{one['worker']}: {one['why']}" for one in audit["sources"] if one["verdict"] != "clean"],
     }
 
 

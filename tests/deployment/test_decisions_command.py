@@ -1,4 +1,4 @@
-"""`python -m deployment decisions --replay`: 0 where all would be decided alike, 1 where not, 2 where there is no log."""
+"""`python -m deployment decisions --replay`: 0 where all is decided alike, 1 where not, 2 for no log."""
 
 from __future__ import annotations
 

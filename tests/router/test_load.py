@@ -232,39 +232,6 @@ def test_request_that_fails_before_its_first_token_teaches_nothing() -> None:
     assert (book.request_ms, book.slot_ms) == (fresh.request_ms, fresh.slot_ms)
 
 
-# -- the queue ---------------------------------------------------------------------------------------------------
-
-
-def test_queue_shrinks_with_time_but_not_below_a_share() -> None:
-    book = book_of()
-    book.book(0, tokens=1000, lora_id=None, now_s=10.0)
-    left = [queue_ms(book.state[0], now_s) for now_s in (9.0, 10.0, 10.25, 10.75, 11.0, 99.0)]
-    assert left == pytest.approx([1000, 1000, 750, 250, 1000 * MIN_QUEUE_SHARE, 1000 * MIN_QUEUE_SHARE], rel=1e-4)
-
-
-def test_time_before_a_queue_began_is_no_progress_of_it() -> None:
-    book = book_of()
-    book.book(0, tokens=1000, lora_id=None, now_s=0.0).first_token(now_s=1.0)
-    book.book(0, tokens=1000, lora_id=None, now_s=50.0)
-    assert queue_ms(book.state[0], 50.0) == pytest.approx(1000, rel=1e-4)
-
-
-def test_time_for_which_a_queue_is_overdue_is_no_progress_of_what_comes_later() -> None:
-    book = book_of()
-    book.book(0, tokens=10, lora_id=None, now_s=0.0)
-    book.book(0, tokens=2000, lora_id=None, now_s=5.0)
-    assert queue_ms(book.state[0], 5.0) >= 2000
-
-
-def test_progress_counts_from_the_last_first_token() -> None:
-    book = book_of()
-    first, _ = (book.book(0, tokens=1000, lora_id=None, now_s=0.0) for _ in range(2))
-    first.first_token(now_s=3.0)
-    assert book.queued_ms[0] == pytest.approx(1000, rel=1e-3)
-    assert queue_ms(book.state[0], 3.0) == book.queued_ms[0]
-    assert queue_ms(book.state[0], 3.5) == pytest.approx(book.queued_ms[0] - 500)
-
-
 # -- what requests teach -----------------------------------------------------------------------------------------
 
 

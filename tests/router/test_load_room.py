@@ -1,4 +1,4 @@
-"""Room at a source, as booked here and as its engine counts; what an engine says once or by a little is passed over."""
+"""Queue and room at a source, as booked here and as its engine counts, which is believed once it stays far off."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.ids import LoraId
-from router.load import MIN_QUEUE_SHARE, LoadBook
+from router.load import MIN_QUEUE_SHARE, LoadBook, queue_ms
 
 A = LoraId("a" * 32)
 UNLIMITED: dict[str, Any] = {"now_s": 0.0, "max_queue_ms": 1e12, "max_running": 0, "capacity_tokens": 0}
@@ -33,6 +33,36 @@ def report(book: LoadBook, *counts: int) -> float:
     for count in counts:
         book.reported(0, count)
     return float(book.foreign[0])
+
+
+def test_queue_shrinks_with_time_but_not_below_a_share() -> None:
+    book = book_of()
+    book.book(0, tokens=1000, lora_id=None, now_s=10.0)
+    left = [queue_ms(book.state[0], now_s) for now_s in (9.0, 10.0, 10.25, 10.75, 11.0, 99.0)]
+    assert left == pytest.approx([1000, 1000, 750, 250, 1000 * MIN_QUEUE_SHARE, 1000 * MIN_QUEUE_SHARE], rel=1e-4)
+
+
+def test_time_before_a_queue_began_is_no_progress_of_it() -> None:
+    book = book_of()
+    book.book(0, tokens=1000, lora_id=None, now_s=0.0).first_token(now_s=1.0)
+    book.book(0, tokens=1000, lora_id=None, now_s=50.0)
+    assert queue_ms(book.state[0], 50.0) == pytest.approx(1000, rel=1e-4)
+
+
+def test_time_for_which_a_queue_is_overdue_is_no_progress_of_what_comes_later() -> None:
+    book = book_of()
+    book.book(0, tokens=10, lora_id=None, now_s=0.0)
+    book.book(0, tokens=2000, lora_id=None, now_s=5.0)
+    assert queue_ms(book.state[0], 5.0) >= 2000
+
+
+def test_progress_counts_from_the_last_first_token() -> None:
+    book = book_of()
+    first, _ = (book.book(0, tokens=1000, lora_id=None, now_s=0.0) for _ in range(2))
+    first.first_token(now_s=3.0)
+    assert book.queued_ms[0] == pytest.approx(1000, rel=1e-3)
+    assert queue_ms(book.state[0], 3.0) == book.queued_ms[0]
+    assert queue_ms(book.state[0], 3.5) == pytest.approx(book.queued_ms[0] - 500)
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,11 @@ def test_whose_prompt_begins_with_an_earlier_one_continues_it(tmp_path: Path) ->
         (0, 1, 2, 5): 0,  # an answer was asked for again
         (0, 1, 6): 2,  # parts before the first prompt's end
         (7,): 3,
+        (0, 1): 4,  # shorter than all that begin so
+        (0, 1, 2, 3, 4, 8): 0,  # the longest counts
     }
 
-    assert _sessions(tmp_path, [*prompts, (7,)]) == [*prompts.values(), 4]  # one page tells nothing
+    assert _sessions(tmp_path, [*prompts, (7,)]) == [*prompts.values(), 5]  # one page tells nothing
 
 
 def test_generated_conversations_are_told_apart(tmp_path: Path) -> None:
@@ -290,32 +292,33 @@ def _agentic_without(key: str) -> dict[str, Any]:
     return {**AGENTIC, "requests": [_without(AGENTIC["requests"][0], key)]}  # type: ignore[index]
 
 
+MISUSED = "(TypeError|ValueError|Expected|lacks)"
 MALFORMED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no file": (lambda path: path, "No such file"),
     "a folder": (lambda path: path.mkdir() or path, "Is a directory"),  # type: ignore[func-returns-value]
     "nothing": (_raw(b""), "empty"),
     "empty lines": (_raw(b"\n \n"), "empty"),
     "no JSON": (_raw(b"hello"), "not JSON"),
-    "a line that is no object": (_raw(b"[1]"), "not JSON lines.*object"),
+    "a line that is no object": (_raw(b"[1]"), "[Oo]bject"),
     "no UTF-8": (_raw(b'{"at_s": "\xff\xfe"}'), "not JSON lines"),
     "a later line that is no JSON": (_raw(json.dumps(MOONCAKE).encode() + b"\n{"), "not JSON"),
     "keys of no format": (_rows({"when": 1, "what": 2}), "neither .*'when', 'what'"),
-    "two formats": (_rows(MOONCAKE, SIMPLE), "hash_ids"),
+    "two formats": (_rows(MOONCAKE, SIMPLE), "(hash_ids|timestamp)"),
     "no requests": (_rows({"block_size": 64, "requests": []}), "no requests"),
-    "ids that are no list": (_rows({**MOONCAKE, "hash_ids": 5}), "not subscriptable"),
-    "a length that is no number": (_rows({**MOONCAKE, "input_length": "x"}), "TypeError"),
-    "a time that is no number": (_rows({**MOONCAKE, "timestamp": None}), "TypeError"),
-    "pages that are no list": (_rows({**SIMPLE, "pages": None}), "TypeError"),
-    "times that don't compare": (_rows(SIMPLE, {**SIMPLE, "at_s": "x"}), "TypeError"),
-    "a session that is no name": (_rows({**SIMPLE, "session": [1]}), "unhashable"),
-    "a page size that is no number": (_rows({**SIMPLE, "page_size": "x"}), "ValueError"),
+    "ids that are no list": (_rows({**MOONCAKE, "hash_ids": 5}), MISUSED),
+    "a length that is no number": (_rows({**MOONCAKE, "input_length": "x"}), MISUSED),
+    "a time that is no number": (_rows({**MOONCAKE, "timestamp": None}), MISUSED),
+    "pages that are no list": (_rows({**SIMPLE, "pages": None}), MISUSED),
+    "times that don't compare": (_rows(SIMPLE, {**SIMPLE, "at_s": "x"}), MISUSED),
+    "a session that is no name": (_rows({**SIMPLE, "session": [1]}), MISUSED),
+    "a page size that is no number": (_rows({**SIMPLE, "page_size": "x"}), MISUSED),
     "a later session without requests": (_rows(AGENTIC, {"block_size": 64}), "requests"),
-    "requests that are no list": (_rows({**AGENTIC, "requests": 5}), "TypeError"),
-    "a block size that is no number": (_rows({**AGENTIC, "block_size": None}), "TypeError"),
-    "a change that is no pair": (_rows(_request(h=[0])), "ValueError"),
-    "a run that is no pair": (_rows(_request(h=[0, [[1]]])), "ValueError"),
-    "a run that isn't numbers": (_rows(_request(h=[0, [["x", 2]]])), "TypeError"),
-    "a subagent of nothing": (_rows({**AGENTIC, "requests": [{"t": 0, "requests": None}]}), "TypeError"),
+    "requests that are no list": (_rows({**AGENTIC, "requests": 5}), MISUSED),
+    "a block size that is no number": (_rows({**AGENTIC, "block_size": None}), MISUSED),
+    "a change that is no pair": (_rows(_request(h=[0])), MISUSED),
+    "a run that is no pair": (_rows(_request(h=[0, [[1]]])), MISUSED),
+    "a run that isn't numbers": (_rows(_request(h=[0, [["x", 2]]])), MISUSED),
+    "a subagent of nothing": (_rows({**AGENTIC, "requests": [{"t": 0, "requests": None}]}), MISUSED),
     **{f"mooncake without {key}": (_rows(MOONCAKE, _without(MOONCAKE, key)), key) for key in MOONCAKE},
     **{f"simple without {key}": (_rows(SIMPLE, _without(SIMPLE, key)), key) for key in SIMPLE},
     **{f"a request without {key}": (_rows(AGENTIC, _agentic_without(key)), key) for key in ("t", "in", "out")},

@@ -54,7 +54,7 @@ def whole(tmp_path: Path) -> Path:
     async def write() -> None:
         history = History(2)
         async with kept(history.core, tmp_path / "whole"):
-            history.go_on(12)
+            history.go_on(16)
             await asyncio.sleep(2 * PACE_S)
 
     run_virtual(write())
@@ -145,7 +145,7 @@ def test_a_log_cut_anywhere_is_what_is_whole_of_it(whole: Path) -> None:
     head, log = read_log(whole)
     assert len(log) > 3
     ends = [at for at, byte in enumerate(data) if byte == ord("\n")]
-    for cut in sorted({*range(0, len(data), 13), *(end + more for end in ends for more in (-1, 0, 1, 2))}):
+    for cut in sorted({*range(0, len(data), 29), *(end + more for end in ends for more in (-1, 0, 1, 2))}):
         whole.write_bytes(data[:cut])
         num_lines = data[:cut].count(b"\n")
         if cut < ends[0]:
@@ -158,7 +158,7 @@ def test_a_log_cut_anywhere_is_what_is_whole_of_it(whole: Path) -> None:
 def test_damage_is_a_value_error_or_another_log(whole: Path) -> None:
     data = whole.read_bytes()
     num_refused = 0
-    places = range(0, len(data), 31)
+    places = range(0, len(data), 67)
     for at in places:
         for byte in (0x00, 0x0A, 0x7D, 0xFF):
             whole.write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])

@@ -61,11 +61,19 @@ def replay(log: Sequence[LoggedDecision], *, seed: int) -> list[int]:
     """Numbers of the decisions that would be others now; none where all are the same."""
     others = []
     for entry in log:
-        total = np.array([sum(one.terms_ms.values()) for one in entry.candidates])
+        total = np.array([_total(one.terms_ms) for one in entry.candidates])
         running = np.array([one.running for one in entry.candidates])
         if choose(total, running, seed=seed, number=entry.number) != entry.chosen:
             others.append(entry.number)
     return others
+
+
+def _total(terms_ms: dict[str, float]) -> float:
+    """Rounded after each term, as costs are added up; Python's own `sum` isn't from 3.12 on."""
+    total = 0.0
+    for term_ms in terms_ms.values():
+        total += term_ms
+    return total
 
 
 def _lot(seed: int, number: int) -> int:

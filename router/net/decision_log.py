@@ -15,6 +15,7 @@ from router.core import RouterCore
 log = logging.getLogger(__name__)
 
 _PACE_S: Final = 0.2
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class LogHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,21 +27,29 @@ class LogHead(msgspec.Struct, frozen=True, kw_only=True):
 
 async def keep_log(core: RouterCore, path: str, *, router_id: str) -> None:
     """Write decisions to a new file at `path` until cancelled; gives up, and says so, where it can't be written."""
-    encode = msgspec.json.Encoder().encode
     next_number = 0
     try:
         with _new_file(path) as file:
-            file.write(encode(LogHead(router=router_id, seed=core.seed)) + b"\n")
-            while True:
-                await asyncio.sleep(_PACE_S)
-                for entry in core.decisions(since=next_number):
-                    if entry.number > next_number:
-                        log.warning("decisions %d to %d aren't in the log", next_number, entry.number - 1)
-                    file.write(encode(entry) + b"\n")
-                    next_number = entry.number + 1
-                file.flush()
+            file.write(_encode(LogHead(router=router_id, seed=core.seed)) + b"\n")
+            try:
+                while True:
+                    await asyncio.sleep(_PACE_S)
+                    next_number = _write(core, file, next_number)
+            finally:
+                _write(core, file, next_number)  # the last moment's, too
     except OSError as exc:
         log.error("no decision log at %s: %s", path, exc)
+
+
+def _write(core: RouterCore, file: BinaryIO, next_number: int) -> int:
+    """Decisions from `next_number` on. Returns the number of the next."""
+    for entry in core.decisions(since=next_number):
+        if entry.number > next_number:
+            log.warning("decisions %d to %d aren't in the log", next_number, entry.number - 1)
+        file.write(_encode(entry) + b"\n")
+        next_number = entry.number + 1
+    file.flush()
+    return next_number
 
 
 def _new_file(path: str) -> BinaryIO:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,8 +14,9 @@ from router.core import RouterCore
 from router.decision import Decision, RouteRequest
 from router.hashing import pack_tokens
 from router.health import Failures, RetryBudget, stall_limit_s
-from router.ids import SourceId, WorkerId
+from router.ids import Incarnation, SourceId, WorkerId
 from router.net.engine_probe import ProbeError
+from router.roster import WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +31,21 @@ Probe = Callable[[SourceId, RouteRequest], Awaitable[int]]
 class Attempt:
     """A request at a worker, until its first byte."""
 
-    __slots__ = ("expected_ms", "limit", "since_s", "worker_id")
+    __slots__ = ("expected_ms", "incarnation", "limit", "since_s", "worker_id")
 
     def __init__(self, decision: Decision, now_s: float) -> None:
         self.worker_id = decision.source.worker_id
+        self.incarnation = decision.source.incarnation
         self.expected_ms = decision.cost_ms
         self.since_s = now_s
         #: ends the attempt; None while nothing may
         self.limit: asyncio.Timeout | None = None
+
+    def give_up(self) -> None:
+        """End it, if that may be done; it may be tried elsewhere."""
+        if self.limit is not None:
+            self.limit.reschedule(asyncio.get_running_loop().time())
+            self.limit = None
 
 
 class Failover:
@@ -47,12 +56,14 @@ class Failover:
         self._core = core
         self._probe = probe
         self._failures = Failures()
+        #: whose failures are counted
+        self._lives: dict[WorkerId, Incarnation] = {}
         self.budget = RetryBudget()
         #: attempts without a byte yet
         self._attempts: set[Attempt] = set()
         #: when something came from a worker for the last time
         self._heard_s: dict[WorkerId, float] = {}
-        self._probing: dict[WorkerId, asyncio.Task[None]] = {}
+        self._probing: dict[tuple[WorkerId, Incarnation], asyncio.Task[None]] = {}
         #: times that a worker was suspended
         self.suspensions = 0
 
@@ -77,8 +88,16 @@ class Failover:
 
     def failed(self, worker_id: WorkerId) -> None:
         """An attempt there came to nothing, by the worker's fault."""
+        record = self._core.workers.get(worker_id)
+        if record is None:
+            return
+        incarnation = record.report.incarnation
+        if self._lives.get(worker_id) != incarnation:
+            self._lives[worker_id] = incarnation
+            self._failures.answered(worker_id)  # another life's failures aren't its own
         if self._failures.failed(worker_id):
-            self._suspend(worker_id, "it fails", give_up=False)
+            self._suspend(record, "it fails")
+            self._start_probing(record, doubted=False)
 
     async def run(self) -> None:
         """Notice who stands still, until cancelled."""
@@ -86,9 +105,7 @@ class Failover:
             await asyncio.sleep(_LOOK_S)
             now_s = time.monotonic()
             for attempt in list(self._attempts):
-                since_s = max(attempt.since_s, self._heard_s.get(attempt.worker_id, 0.0))
-                if now_s - since_s > stall_limit_s(attempt.expected_ms) and attempt.worker_id not in self._probing:
-                    self._start_probing(attempt.worker_id, doubted=True)
+                self._look_at(attempt, now_s)
 
     async def close(self) -> None:
         """Stop probing."""
@@ -96,46 +113,67 @@ class Failover:
             task.cancel()
         await asyncio.gather(*self._probing.values(), return_exceptions=True)
 
-    def _start_probing(self, worker_id: WorkerId, *, doubted: bool) -> None:
-        task = self._probing[worker_id] = asyncio.ensure_future(self._keep_probing(worker_id, doubted=doubted))
-        task.add_done_callback(lambda _: self._probing.pop(worker_id, None))
-
-    def _suspend(self, worker_id: WorkerId, why: str, *, give_up: bool) -> None:
-        """`give_up`: on attempts that wait there, too; they may be tried elsewhere."""
-        record = self._core.workers.get(worker_id)
-        if record is None or record.suspended:
+    def _look_at(self, attempt: Attempt, now_s: float) -> None:
+        record = self._core.workers.get(attempt.worker_id)
+        if record is None:
             return
+        is_past = record.report.incarnation != attempt.incarnation
+        heard_s = 0.0 if is_past else self._heard_s.get(attempt.worker_id, 0.0)
+        if now_s - max(attempt.since_s, heard_s) <= stall_limit_s(attempt.expected_ms):
+            return
+        if is_past:  # its engine is gone without a word
+            attempt.give_up()
+        else:
+            self._start_probing(record, doubted=True)
+
+    def _start_probing(self, record: WorkerRecord, *, doubted: bool) -> None:
+        """Nothing where it is probed already."""
+        life = record.report.worker_id, record.report.incarnation
+        if life not in self._probing:
+            task = self._probing[life] = asyncio.ensure_future(self._keep_probing(record, doubted=doubted))
+            task.add_done_callback(lambda _: self._probing.pop(life, None))
+
+    def _suspend(self, record: WorkerRecord, why: str) -> None:
+        if record.suspended:
+            return
+        worker_id = record.report.worker_id
         log.warning("worker %s is suspended: %s", worker_id, why)
         self.suspensions += 1
         self._core.suspend(worker_id, suspended=True)
-        for attempt in self._attempts if give_up else ():
-            if attempt.worker_id == worker_id and attempt.limit is not None:
-                attempt.limit.reschedule(asyncio.get_running_loop().time())
-        if worker_id not in self._probing:
-            self._start_probing(worker_id, doubted=False)
 
-    async def _keep_probing(self, worker_id: WorkerId, *, doubted: bool) -> None:
-        """Until it is well, or lives anew. One that is only doubted is suspended if the first probe fails."""
-        record = self._core.workers.get(worker_id)
-        for i in range(1 << 30):
-            if record is None or self._core.workers.get(worker_id) is not record:
-                return
+    async def _keep_probing(self, record: WorkerRecord, *, doubted: bool) -> None:
+        """Until it is well, or its life is over. One that is only doubted is suspended if the first probe fails."""
+        worker_id = record.report.worker_id
+        for i in itertools.count():
             if not (doubted and i == 0):
                 await asyncio.sleep(_PROBE_PAUSES_S[min(i, len(_PROBE_PAUSES_S) - 1)])
-            try:
-                await self._probe_all(worker_id)
-            except (ProbeError, TimeoutError) as exc:
-                self._suspend(worker_id, f"a probe came to nothing: {type(exc).__name__}: {exc}", give_up=True)
-                continue
-            break
+            why = await self._probe_all(record)
+            if self._is_over(record):
+                return
+            if not why:
+                break
+            self._suspend(record, f"a probe came to nothing: {why}")
+            for attempt in self._attempts:
+                if (attempt.worker_id, attempt.incarnation) == (worker_id, record.report.incarnation):
+                    attempt.give_up()
         self.answered(worker_id)
-        if record is not None and record.suspended:
+        if record.suspended:
             log.warning("worker %s is well again", worker_id)
             self._core.suspend(worker_id, suspended=False)
 
-    async def _probe_all(self, worker_id: WorkerId) -> None:
-        """Each rank computes a token, behind what it has to do already."""
-        for source in self._core.workers[worker_id].sources:
+    async def _probe_all(self, record: WorkerRecord) -> str:
+        """Each rank computes a token, behind what it has to do already. Returns why one didn't, '' if all did."""
+        for source in record.sources:
+            if self._is_over(record):
+                return "its life is over"
             waiting_ms = float(self._core.load.queued_ms[self._core.ingest.column(source)])
-            async with asyncio.timeout(stall_limit_s(waiting_ms)):
-                await self._probe(source, _PROBE)
+            try:
+                async with asyncio.timeout(stall_limit_s(waiting_ms)):
+                    await self._probe(source, _PROBE)
+            except (ProbeError, TimeoutError) as exc:
+                return f"{type(exc).__name__}: {exc}"
+        return ""
+
+    def _is_over(self, record: WorkerRecord) -> bool:
+        """Whether the worker is gone, or lives anew."""
+        return self._core.workers.get(record.report.worker_id) is not record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import msgspec
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.choice import LoggedDecision, choose, replay
-from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE, CostWeights
+from router.choice import LoggedCandidate, LoggedDecision, choose, replay
+from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE, TERMS, Costs, CostWeights
 from tests.router.decision_history import History
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -191,6 +192,37 @@ def test_a_log_is_that_of_its_seed() -> None:
     log, seed = recorded(4, 300)
     others = replay(log, seed=seed + 1)
     assert 0 < len(others) < len(log)
+
+
+def test_costs_are_added_up_as_they_were_where_a_rounding_decides() -> None:
+    """The sum that Python has had since 3.12 rounds otherwise."""
+    rng = random.Random(0)
+    terms = np.zeros((len(TERMS), 2))
+    terms[TERMS.index("decode"), 1] = NEAR_TIE_MS
+    for number in range(5000):
+        terms[TERMS.index("prefill")] = prefill_ms = rng.uniform(1.0, 40.0)
+        terms[TERMS.index("others")] = prefill_ms / 4
+        costs, running = Costs(terms.copy()), (1.0, 0.0)
+        entry = LoggedDecision(
+            number=number,
+            at_s=0.0,
+            adapter=None,
+            prompt_tokens=100,
+            reason="least-loaded",
+            chosen=choose(costs.total, np.array(running), seed=1, number=number),
+            candidates=[
+                LoggedCandidate(
+                    worker=f"w{i}",
+                    dp_rank=0,
+                    state="exact",
+                    predicted_cached_tokens=0,
+                    running=running[i],
+                    terms_ms=costs.row(i),
+                )
+                for i in range(2)
+            ],
+        )
+        assert replay([entry], seed=1) == []
 
 
 def test_an_empty_log_has_no_others() -> None:

@@ -93,6 +93,15 @@ async def test_it_is_written_soon_after_and_once(core: RouterCore, tmp_path: Pat
 
 
 @virtual_time
+async def test_what_was_decided_just_before_the_end_is_written_too(core: RouterCore, tmp_path: Path) -> None:
+    async with kept(core, tmp_path / "log"):
+        decide(core, 2)
+        await asyncio.sleep(PACE_S)
+        decide(core, 3)
+    assert numbers(tmp_path / "log") == list(range(5))
+
+
+@virtual_time
 async def test_more_decisions_than_are_kept_leave_a_gap_that_is_said(
     core: RouterCore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,15 +16,39 @@ from numpy.typing import NDArray
 from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+MAX_SHARE_MS: Final = 1000.0
+"""What a request may pay so that a source that was left out gets its share."""
+MIN_SENT: Final = 2.0
+"""Requests sent lately, on average, before anybody is left out."""
 _WORD: Final = (1 << 64) - 1
 
 
-def choose(total_ms: Floats, running: Floats, *, seed: int, number: int) -> int:
+def left_out(cached: Floats, running: Floats, sent: Floats) -> Bools:
+    """Sources that stand idle and were sent less than half of the others' mean lately, by `sent`.
+
+    By the least time to first token alone, a new or emptied worker never gets a request whose beginning the others have
+    cached: none pays first for all that come after. None where the request is one source's alone to answer, as a
+    conversation is: where a single one holds most of its cached tokens.
+    """
+    mean = float(sent.mean())
+    most = float(cached.max())
+    if mean < MIN_SENT or (most and np.count_nonzero(cached * 2 >= most) < 2):
+        return np.zeros(len(sent), bool)
+    out: Bools = (running == 0) & (sent * 2 < mean)
+    return out
+
+
+def choose(total_ms: Floats, running: Floats, out: Bools, *, seed: int, number: int) -> int:
     """Index of the least cost; near ties go to the fewest running requests, then by lot.
 
-    `seed` and `number` (of the decision) draw the lot, so that it can be drawn again.
+    Among those left `out`, where one costs no more than MAX_SHARE_MS over the least. `seed` and `number` (of the
+    decision) draw the lot, so that it can be drawn again.
     """
     least = float(total_ms.min())
+    if out.any() and (due := out & (total_ms <= least + MAX_SHARE_MS)).any():
+        total_ms = np.where(due, total_ms, np.inf)
+        least = float(total_ms.min())
     near = np.flatnonzero(total_ms <= least + max(NEAR_TIE_MS, least * NEAR_TIE_SHARE))
     if len(near) > 1:
         fewest = running[near]
@@ -40,6 +64,7 @@ class LoggedCandidate(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     predicted_cached_tokens: int | None
     running: float
+    left_out: bool = False
     terms_ms: dict[str, float]
 
 
@@ -63,7 +88,8 @@ def replay(log: Sequence[LoggedDecision], *, seed: int) -> list[int]:
     for entry in log:
         total = np.array([_total(one.terms_ms) for one in entry.candidates])
         running = np.array([one.running for one in entry.candidates])
-        if choose(total, running, seed=seed, number=entry.number) != entry.chosen:
+        out = np.array([one.left_out for one in entry.candidates])
+        if choose(total, running, out, seed=seed, number=entry.number) != entry.chosen:
             others.append(entry.number)
     return others
 

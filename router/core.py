@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.choice import LoggedDecision, choose
+from router.choice import LoggedDecision, choose, left_out
 from router.cost import CostWeights, Demand, estimate
 from router.decision import Candidate, Decision, Reason, RouteRequest
 from router.effects import Effect
@@ -112,10 +112,16 @@ class RouterCore:
         found = self._evaluate(request)
         running = self.load.busy[found.columns]
         number = self._num_decisions
-        i = choose(found.costs.total, running, seed=self.seed, number=number)
+        out = np.zeros(len(running), bool)
+        if not running.all():
+            cached = np.array([tokens or 0 for tokens in found.predicted])
+            out = left_out(cached, running, self.load.sent(found.columns, request.now_s))
+        i = choose(found.costs.total, running, out, seed=self.seed, number=number)
         self._num_decisions += 1
-        decision = self._decision(request, found, i)
-        self._recent.append(Made(number, request, decision, found, i, running))
+        decision = self._decision(
+            request, found, i, is_due=bool(out[i] and found.costs.total[i] > found.costs.total.min())
+        )
+        self._recent.append(Made(number, request, decision, found, i, running, out))
         return decision
 
     def decisions(self, *, since: int = 0) -> list[LoggedDecision]:
@@ -316,7 +322,7 @@ class RouterCore:
         if len(self._extra_keys) > MAX_EXTRA_KEYS:
             del self._extra_keys[next(iter(self._extra_keys))]
 
-    def _decision(self, request: RouteRequest, found: Evaluation, i: int) -> Decision:
+    def _decision(self, request: RouteRequest, found: Evaluation, i: int, *, is_due: bool) -> Decision:
         target, predicted = found.targets[i], found.predicted[i]
         record, source = target.record, target.source
         num_tokens = None if request.packed_tokens is None else len(request.packed_tokens) // TOKEN_BYTES
@@ -327,7 +333,7 @@ class RouterCore:
             column=target.column,
             lora_id=found.lora_ids[i],
             adapter=request.adapter,
-            reason=_reason(num_tokens, predicted, found.predicted, found.states[i]),
+            reason=Reason.SHARE if is_due else _reason(num_tokens, predicted, found.predicted, found.states[i]),
             prompt_tokens=num_tokens,
             predicted_cached_tokens=predicted,
             uncached_tokens=(num_tokens or 0) - (predicted or 0),

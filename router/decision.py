@@ -18,6 +18,8 @@ class Reason(StrEnum):
     """It holds the longest prefix of the prompt."""
     SPILL = "spill"
     """Another holds more, but waiting there would cost more than computing it again."""
+    SHARE = "share"
+    """It stood idle and had been left out, as a new worker is while the others have what everybody asks for."""
     LEAST_LOADED = "least-loaded"
     """Nobody holds any of it."""
     SYNCING = "syncing"

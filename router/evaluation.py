@@ -37,6 +37,7 @@ class Made:
     found: Evaluation
     chosen: int
     running: NDArray[np.float64]
+    left_out: NDArray[np.bool_]
 
     def logged(self) -> LoggedDecision:
         found = self.found
@@ -54,6 +55,7 @@ class Made:
                     state=found.states[i],
                     predicted_cached_tokens=found.predicted[i],
                     running=float(self.running[i]),
+                    left_out=bool(self.left_out[i]),
                     terms_ms=found.costs.row(i),
                 )
                 for i, target in enumerate(found.targets)

@@ -19,13 +19,14 @@ from router.speed import SpeedBook
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, DISTINCT, FOREIGN = range(7)
+QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, DISTINCT, FOREIGN, SENT, SENT_S = range(9)
 """Fields of `LoadBook.state`."""
 RUNS: Final = 1
 """`LoadBook.flags`: requests of the adapter run there."""
 RECENT: Final = 2
 """It is among the last that as many slots hold."""
 
+_SENT_HALF_LIFE_S: Final = 20.0
 _REPORTS: Final = 3
 """Reports of an engine whose middle is believed: requests come and go between its count and ours."""
 _MIN_DRIFT: Final = 2.0
@@ -66,7 +67,7 @@ class LoadBook:
         #: time from first token to end, as seen lately
         self.request_ms = request_ms
         #: a row a column, see the properties
-        self.state: Floats = np.zeros((0, FOREIGN + 1))
+        self.state: Floats = np.zeros((0, SENT_S + 1))
         #: by column, what adapters have requests there, and how many; None is the base model
         self.adapters: list[dict[LoraId | None, int]] = []
         #: by column, adapters in the order of their last use, the latest last
@@ -120,7 +121,7 @@ class LoadBook:
         if more <= 0:
             return
         self.speed.widen(more)
-        self.state = np.vstack([self.state, np.zeros((more, FOREIGN + 1))])
+        self.state = np.vstack([self.state, np.zeros((more, SENT_S + 1))])
         self._generation = np.append(self._generation, np.zeros(more, np.int64))
         self.adapters += [{} for _ in range(more)]
         self._recent += [OrderedDict() for _ in range(more)]
@@ -167,11 +168,18 @@ class LoadBook:
         row[QUEUED] += tokens
         row[QUEUED_MS] += booking.own_ms
         row[RUNNING] += 1
+        row[SENT] = 1 + row[SENT] * 2 ** ((row[SENT_S] - now_s) / _SENT_HALF_LIFE_S)
+        row[SENT_S] = now_s
         row[KV] += kv_tokens
         row[DISTINCT] = len(counts)
         if lora_id is not None and num_slots:
             self._use(column, lora_id, num_slots)
         return booking
+
+    def sent(self, columns: Ints, now_s: float) -> Floats:
+        """Requests sent to each column lately, older ones counting for less: half after so many seconds."""
+        lately: Floats = self.state[columns, SENT] * 2 ** ((self.state[columns, SENT_S] - now_s) / _SENT_HALF_LIFE_S)
+        return lately
 
     def reported(self, column: int, requests: int) -> None:
         """An engine says how many requests it has, as of a moment ago."""

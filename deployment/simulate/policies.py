@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Final
@@ -97,7 +97,8 @@ class ConversationHash(PlainPolicy):
 
     def _pick(self, flight: Flight, alive: Sequence[int]) -> int:
         key = f"{flight.call.adapter}/{flight.call.session}".encode()
-        return max(alive, key=lambda worker: zlib.crc32(key + worker.to_bytes(2, "big")))
+        # not a CRC: it is linear, so that of two keys that differ little the same worker wins
+        return max(alive, key=lambda worker: hashlib.md5(key + worker.to_bytes(2, "big")).digest())
 
 
 class PrefixApproximate(PlainPolicy):
@@ -120,7 +121,9 @@ class PrefixApproximate(PlainPolicy):
         best = max(alive, key=depths.__getitem__)
         if depths[best] > self._THRESHOLD * max(1, len(flight.call.pages)):
             return best
-        return min(alive, key=lambda i: len(self._known[i]))
+        smallest = min(len(self._known[i]) for i in alive)
+        # full ones are all of one size here, unlike SGLang's, whose nodes have any
+        return self._least([i for i in alive if len(self._known[i]) == smallest])
 
     def _depth(self, flight: Flight, worker: int) -> int:
         known, adapter = self._known[worker], flight.call.adapter

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.choice import LoggedCandidate, LoggedDecision, choose, replay
+from router.choice import MAX_SHARE_MS, LoggedCandidate, LoggedDecision, choose, left_out, replay
 from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE, TERMS, Costs, CostWeights
 from tests.router.decision_history import History
 
@@ -27,12 +27,41 @@ SPLITMIX64 = (
 SPLITMIX64_SEED = 1234567
 
 
-def chosen(costs: list[float], running: list[float], *, seed: int = 0, number: int = 0) -> int:
-    return choose(np.array(costs), np.array(running), seed=seed, number=number)
+def chosen(
+    costs: list[float], running: list[float], out: list[bool] | None = None, *, seed: int = 0, number: int = 0
+) -> int:
+    left_out = np.array(out or [False] * len(costs))
+    return choose(np.array(costs), np.array(running), left_out, seed=seed, number=number)
 
 
 def lots(num_equal: int, seed: int, numbers: range) -> list[int]:
     return [chosen([7.0] * num_equal, [1.0] * num_equal, seed=seed, number=number) for number in numbers]
+
+
+# -- whoever was left out ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cached", "running", "sent", "out"),
+    [
+        ([0, 0, 0], [3, 2, 0], [10, 10, 0], [False, False, True]),  # new, and what is asked nobody has
+        ([500, 500, 0], [3, 2, 0], [10, 10, 0], [False, False, True]),  # new, and all others have it
+        ([500, 240, 0], [3, 2, 0], [10, 10, 0], [False, False, False]),  # a conversation of the first one's
+        ([500, 500, 0], [3, 2, 1], [10, 10, 0], [False, False, False]),  # it has something to do
+        ([500, 500, 0], [3, 2, 0], [10, 10, 5], [False, False, False]),  # it gets its share
+        ([500, 500, 0], [3, 2, 0], [2, 1, 0], [False, False, False]),  # there is little to be shared
+    ],
+)
+def test_left_out_is_who_stands_idle_while_others_are_sent_what_anybody_could_answer(
+    cached: list[int], running: list[float], sent: list[float], out: list[bool]
+) -> None:
+    assert left_out(np.array(cached), np.array(running), np.array(sent, float)).tolist() == out
+
+
+def test_who_was_left_out_is_taken_as_long_as_that_costs_little() -> None:
+    assert chosen([10.0, 10.0 + MAX_SHARE_MS], [0, 0], [False, True]) == 1
+    assert chosen([10.0, 11.0 + MAX_SHARE_MS], [0, 0], [False, True]) == 0
+    assert chosen([10.0, 300.0, 200.0], [0, 0, 0], [False, True, True]) == 2
 
 
 # -- one choice --------------------------------------------------------------------------------------------------
@@ -150,7 +179,8 @@ def recorded(seed: int, num_steps: int) -> tuple[list[LoggedDecision], int]:
 
 def decided(entry: LoggedDecision, seed: int) -> int:
     totals = [sum(one.terms_ms.values()) for one in entry.candidates]
-    return chosen(totals, [one.running for one in entry.candidates], seed=seed, number=entry.number)
+    running, out = ([getattr(one, name) for one in entry.candidates] for name in ("running", "left_out"))
+    return chosen(totals, running, out, seed=seed, number=entry.number)
 
 
 def test_another_choice_in_the_log_is_found_by_its_number() -> None:
@@ -209,7 +239,7 @@ def test_costs_are_added_up_as_they_were_where_a_rounding_decides() -> None:
             adapter=None,
             prompt_tokens=100,
             reason="least-loaded",
-            chosen=choose(costs.total, np.array(running), seed=1, number=number),
+            chosen=choose(costs.total, np.array(running), np.zeros(2, bool), seed=1, number=number),
             candidates=[
                 LoggedCandidate(
                     worker=f"w{i}",

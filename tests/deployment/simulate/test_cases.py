@@ -191,8 +191,12 @@ def share_of_the_returned(trace: Trace, policy: str, *, seed: int, num_workers: 
     [
         {"per_s": 2.0, "system": 0, "first": 10, "turns": 4, "growth": 6, "output": 60, "adapters": 0},
         {"per_s": 4.0, "system": 4, "first": 60, "turns": 1, "growth": 1, "output": 30, "adapters": 4},
+        {"per_s": 2.0, "system": 0, "first": 10, "turns": 4, "growth": 6, "output": 60, "adapters": 6},
+        {"per_s": 2.0, "system": 8, "first": 6, "turns": 4, "growth": 6, "output": 60, "adapters": 0},
+        {"per_s": 2.0, "system": 8, "first": 6, "turns": 4, "growth": 6, "output": 60, "adapters": 6},
+        {"per_s": 20.0, "system": 40, "first": 1, "turns": 1, "growth": 1, "output": 15, "adapters": 4},
     ],
-    ids=["conversations", "documents"],
+    ids=["conversations", "documents", "adapters", "a system prompt", "its own for each adapter", "short questions"],
 )
 def test_case_38_a_worker_that_returns_empty_gets_its_share(traffic: dict[str, Any], seed: int) -> None:
     assert share_of_the_returned(visits(**traffic, seed=seed), "ours", seed=seed) >= 0.5

@@ -125,7 +125,8 @@ class SpeedBook:
             row[knot] += step * (1 - share)
             row[knot + 1] += step * share
         self._seen[nearest] += 1
-        self._touched[[knot, knot + 1]] = True
+        self._touched[knot] |= share < 1
+        self._touched[knot + 1] |= share > 0
         row[:nearest] = np.minimum(row[:nearest], row[nearest])
         np.maximum.accumulate(row, out=row)
         self._fill()

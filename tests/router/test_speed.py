@@ -158,12 +158,12 @@ def test_surprise_behind_others_says_little_of_the_prompt_itself() -> None:
     assert moved[0] > 3 * moved[1] > 0
 
 
-def test_shorter_lengths_never_seen_keep_their_place_to_those_seen() -> None:
+def test_lengths_never_seen_keep_their_place_to_those_seen() -> None:
     book, fresh = book_of(), book_of()
     for took_ms in [100.0] + [400.0] * 200:
         observe(book, 1024, took_ms)
     assert book.ms(0, 1024) == pytest.approx(400.0, rel=0.02)
-    for tokens in (16, 100, 700):
+    for tokens in (16, 100, 700, 5000, 100_000):
         place = fresh.ms(0, tokens) / fresh.ms(0, 1024)
         assert book.ms(0, tokens) / book.ms(0, 1024) == pytest.approx(place, rel=0.02)
 

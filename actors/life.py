@@ -175,10 +175,11 @@ class EngineLife:
         """Ask the engine for its load, for the heartbeat."""
         while self.client is not None:
             try:
-                self._loads = await self.client.loads()
-            except EngineError as exc:
+                async with asyncio.timeout(_LOAD_S):  # one that stands still has no load that is known
+                    self._loads = await self.client.loads()
+            except (EngineError, TimeoutError) as exc:
                 self._loads = {}
-                log.info("%s: no load report: %s", self._report.worker_id, exc)
+                log.info("%s: no load report: %s: %s", self._report.worker_id, type(exc).__name__, exc)
             await asyncio.sleep(_LOAD_S)
 
     def _serve(

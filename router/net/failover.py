@@ -153,7 +153,7 @@ class Failover:
             if not why:
                 break
             self._suspend(record, f"a probe came to nothing: {why}")
-            for attempt in self._attempts:
+            for attempt in self._attempts if self._is_anyone_well() else ():
                 if (attempt.worker_id, attempt.incarnation) == (worker_id, record.report.incarnation):
                     attempt.give_up()
         self.answered(worker_id)
@@ -173,6 +173,10 @@ class Failover:
             except (ProbeError, TimeoutError) as exc:
                 return f"{type(exc).__name__}: {exc}"
         return ""
+
+    def _is_anyone_well(self) -> bool:
+        """Whether giving up is of use: where all stand still, the first to go on takes what waits at the others."""
+        return any(not record.suspended for record in self._core.ready_workers())
 
     def _is_over(self, record: WorkerRecord) -> bool:
         """Whether the worker is gone, or lives anew."""

@@ -84,12 +84,20 @@ class EngineModel(Generic[P]):
     """One engine, one rank. `submit` and `abort` at any time; `advance` when `next_s` has come."""
 
     def __init__(
-        self, profile: Profile, cache: Cache[P], *, num_slots: int = 0, kv_tokens: int = 0, max_steps: int = _MAX_STEPS
+        self,
+        profile: Profile,
+        cache: Cache[P],
+        *,
+        num_slots: int = 0,
+        kv_tokens: int = 0,
+        page_size: int = 1,
+        max_steps: int = _MAX_STEPS,
     ) -> None:
         """`num_slots`: adapters in one batch, the base model being one; 0 for any number. `kv_tokens` 0: profile's."""
         self._profile = profile
         self._cache = cache
         self._num_slots = num_slots
+        self._page_size = page_size
         self.kv_tokens = kv_tokens or profile.kv_tokens
         self._max_steps = max_steps
         self.waiting: list[Job[P]] = []
@@ -215,14 +223,15 @@ class EngineModel(Generic[P]):
                 continue
             cached, place = self._cache.match(job.prompt, job.num_tokens - 1)  # the last token is always computed
             needed = job.num_tokens - cached + job.max_output
+            spare = max(0, self._page_size - job.max_output)  # a page for each request (alloc_paged_token_slots_extend)
             lock = self._cache.lock(place)
             missing = taken + needed - self.kv_tokens
             if missing > self._cache.evictable and (self.running or batch or admitted):
                 self._cache.unlock(lock)
                 break
-            if missing > 0:
+            if missing + spare > 0:
                 held = self._cache.held
-                self._cache.evict(missing)
+                self._cache.evict(missing + spare)
                 taken -= held - self._cache.held
             taken += needed
             job.cached = job.done = job.stored = cached

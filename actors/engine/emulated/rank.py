@@ -57,7 +57,14 @@ class EmulatedRank:
         lora_names: KvEventLoraNames,
     ) -> None:
         self._cache = TreeCache(page_size=page_size, dynamo=dynamo, lora_names=lora_names)
-        self.model = EngineModel(profile, self._cache, num_slots=num_slots, kv_tokens=kv_tokens, max_steps=_MAX_STEPS)
+        self.model = EngineModel(
+            profile,
+            self._cache,
+            num_slots=num_slots,
+            kv_tokens=kv_tokens,
+            page_size=page_size,
+            max_steps=_MAX_STEPS,
+        )
         self._publisher = publisher
         self._streams: dict[int, Stream] = {}
         self._timer: asyncio.TimerHandle | None = None

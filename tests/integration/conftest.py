@@ -21,7 +21,17 @@ REPLAY_BUFFER = 8
 CONFORMANCE = ("test_exact_prediction.py", "test_late_router.py", "test_reload.py", "test_wire.py")
 _EMULATED = "tiny-cpu"
 """Profile of the emulated engines: about as fast as the others."""
-_OWN_FLEET = ("test_dp_ranks.py", "test_many_adapters.py")
+_OWN_FLEET = (
+    "test_all_stopped.py",
+    "test_all_stopped.py",
+    "test_dp_ranks.py",
+    "test_failover_cases.py",
+    "test_fairness.py",
+    "test_leaving_clients.py",
+    "test_leaving_clients.py",
+    "test_load_cases.py",
+    "test_many_adapters.py",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

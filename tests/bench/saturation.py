@@ -226,6 +226,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--peak", type=float, default=120.0)
     given = parser.parse_args()
+    stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Ray prints there
     config = Config.load(given.config)
     url = f"http://{config.router.host}:{config.router.port}"
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +248,7 @@ def main() -> None:
                     raise RuntimeError("the deployment doesn't come up")
                 time.sleep(1.0)
             found = asyncio.run(measure(url, config, seconds=given.seconds, peak=given.peak, router=_router_process()))
-            print(json.dumps(found, indent=2))
+            print(json.dumps(found, indent=2), file=stdout, flush=True)
         finally:
             up.terminate()
             up.wait(60)

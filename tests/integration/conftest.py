@@ -23,11 +23,9 @@ _EMULATED = "tiny-cpu"
 """Profile of the emulated engines: about as fast as the others."""
 _OWN_FLEET = (
     "test_all_stopped.py",
-    "test_all_stopped.py",
     "test_dp_ranks.py",
     "test_failover_cases.py",
     "test_fairness.py",
-    "test_leaving_clients.py",
     "test_leaving_clients.py",
     "test_load_cases.py",
     "test_many_adapters.py",

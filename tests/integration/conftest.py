@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(item: pytest.Item) -> int:
     if item.path.name in _OWN_FLEET:
         return 0
-    return 2 if "emulated" in item.callspec.params.values() else 1
+    callspec = getattr(item, "callspec", None)
+    return 2 if callspec is not None and "emulated" in callspec.params.values() else 1
 
 
 @pytest.fixture(scope="session")

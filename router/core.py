@@ -53,6 +53,7 @@ class RouterCore:
             slot_wait_ms=weights.slot_wait_ms,
             request_ms=weights.request_ms,
             output_tokens=weights.output_tokens,
+            adapter_load_ms=weights.adapter_load_ms,
         )
         self._weights = weights
         #: draws lots among equals, see choice.py
@@ -209,7 +210,7 @@ class RouterCore:
         """Whether another worker would serve the request sooner, with the adapter to be loaded and nothing cached."""
         assert decision.adapter is not None
         computing_ms = self.load.speed.ms(decision.column, decision.prompt_tokens or 0)
-        limit_ms = decision.cost_ms - self._weights.adapter_load_ms - computing_ms
+        limit_ms = decision.cost_ms - self.load.adapter_load_ms - computing_ms
         return limit_ms > 0 and any(
             self._wait_ms(target) < limit_ms
             for target in self._roster.routable

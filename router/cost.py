@@ -53,7 +53,7 @@ class CostWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     adapter_swap_ms: NonNegative = 20.0
     """From host memory into a slot."""
     adapter_load_ms: NonNegative = 1000.0
-    """From storage into host memory; a holder that costs so much more than another worker gets company."""
+    """From storage into host memory, until measured; a holder that costs so much more than another gets company."""
     others_share: NonNegative = 0.25
     """What computing takes from requests that come after, as a share of its time."""
     request_ms: Positive = 5000.0

@@ -36,6 +36,8 @@ MIN_QUEUE_SHARE: Final = 0.05
 """A queue that is overdue isn't gone: its source is slower than thought, or stands still."""
 _GAIN: Final = 0.02
 """Weight of one request in the averages of the fleet: a hundred follow a change."""
+_LOAD_GAIN: Final = 0.2
+"""The same of an adapter's load: there are few."""
 _MAX_FACTOR: Final = 4.0
 """A sample counts at most this factor away from its average."""
 
@@ -57,10 +59,13 @@ class LoadBook:
         slot_wait_ms: float = 200.0,
         request_ms: float = 5000.0,
         output_tokens: float = 256.0,
+        adapter_load_ms: float = 1000.0,
     ) -> None:
         """What is assumed of a source until it has shown its own; `request_ms` from first token to end."""
         #: output of a request, as seen lately
         self.output_tokens = output_tokens
+        #: time to load an adapter, as seen lately
+        self.adapter_load_ms = adapter_load_ms
         self.speed = SpeedBook(tokens_per_s=prefill_tokens_per_s, overhead_ms=overhead_ms)
         #: wait for a LoRA slot, for each adapter too many, as seen lately
         self.slot_ms = slot_wait_ms
@@ -224,6 +229,10 @@ class LoadBook:
         """A request has ended with so many tokens of output."""
         self.output_tokens = _average(self.output_tokens, tokens)
 
+    def learn_adapter_load(self, ms: float) -> None:
+        """A worker has loaded an adapter, files included, in so long."""
+        self.adapter_load_ms = _average(self.adapter_load_ms, ms, gain=_LOAD_GAIN)
+
     def check(self) -> None:
         """Invariants; for tests."""
         assert (self.queued_tokens >= 0).all(), self.queued_tokens
@@ -362,5 +371,5 @@ class Booking:
         book._end(column, self._lora_id, self._kv_tokens)
 
 
-def _average(now: float, sample: float) -> float:
-    return now + _GAIN * (min(max(sample, now / _MAX_FACTOR), max(now, 1.0) * _MAX_FACTOR) - now)
+def _average(now: float, sample: float, *, gain: float = _GAIN) -> float:
+    return now + gain * (min(max(sample, now / _MAX_FACTOR), max(now, 1.0) * _MAX_FACTOR) - now)

@@ -123,10 +123,14 @@ class Roster:
         if view.epoch == self.table.epoch and view.version <= self.table.version:
             return False
         self.table = view
-        self._loaded = {}
+        former, self._loaded = self._loaded, {}
         for row in view.holdings:
-            if row.state is AdapterState.LOADED:
-                self._loaded.setdefault((row.worker_id, row.incarnation), {})[row.name] = row.lora_id
+            if row.state is not AdapterState.LOADED:
+                continue
+            life = (row.worker_id, row.incarnation)
+            self._loaded.setdefault(life, {})[row.name] = row.lora_id
+            if row.load_s and former.get(life, {}).get(row.name) != row.lora_id:
+                self._load.learn_adapter_load(row.load_s * 1000)
         for record in self.workers.values():
             self._expect(record)
         return True

@@ -58,6 +58,7 @@ def status(core: RouterCore) -> dict[str, Any]:
             "slot_wait_ms": round(core.load.slot_ms, 1),
             "request_ms": round(core.load.request_ms, 1),
             "output_tokens": round(core.load.output_tokens, 1),
+            "adapter_load_ms": round(core.load.adapter_load_ms, 1),
         },
         "index_bytes": core.ingest.index.size_bytes,
     }

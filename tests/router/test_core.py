@@ -15,7 +15,7 @@ from router.events import Tier
 from router.hashing import Namespace, block_hashes
 from router.ids import WorkerId
 from router.ingest import SourceState
-from router.reports import WorkerState
+from router.reports import AdapterState, Holding, TableView, WorkerState
 from router.table import as_keys
 from tests.router.fleet import A1, A2, B1, LONG, PAGE, PROMPT, Fleet, hashes, holding, report, request, source
 
@@ -323,3 +323,23 @@ def test_extra_keys_of_requests_explain_hashes_that_nothing_else_does(fleet: Fle
             source("w0"), hashes(page, extra_key="tenant"), token_ids=page, block_size=PAGE, parent_block_hash=None
         )
     assert fleet.core.ingest.state(source("w0")) is SourceState.EXACT
+
+
+def test_time_to_load_an_adapter_is_learned_once_from_each_load(fleet: Fleet) -> None:
+    def view(version: int, *rows: Holding) -> TableView:
+        return TableView(epoch="e", version=version, holdings=rows)
+
+    slow = msgspec.structs.replace(holding("w0", "a", A1), load_s=3.0)
+    core = fleet.core
+    before_ms = core.load.adapter_load_ms
+    core.update_table(view(1000, slow))
+    learned_ms = core.load.adapter_load_ms
+    assert before_ms < learned_ms < 3000
+    core.update_table(view(1001, slow))
+    assert core.load.adapter_load_ms == learned_ms
+    core.update_table(view(1002, slow, msgspec.structs.replace(holding("w1", "a", A1), load_s=3.0)))
+    assert learned_ms < core.load.adapter_load_ms < 3000
+    failed = msgspec.structs.replace(holding("w1", "b", B1), load_s=9.0, state=AdapterState.FAILED)
+    learned_ms = core.load.adapter_load_ms
+    core.update_table(view(1003, slow, failed))
+    assert core.load.adapter_load_ms == learned_ms

@@ -2,8 +2,9 @@
 
     python -m tests.bench.conversations
 
-Sixteen conversations of six turns over three adapters, four clients at a time, SmolLM2-135M on the CPU. Each policy
-starts with empty caches and gets the same conversations; round robin asks the engines in turn, past the router.
+Sixteen conversations of six turns over three adapters, four clients at a time, the two-layer test model on the CPU.
+Each policy starts with empty caches and gets the same conversations; round robin asks the engines in turn, past the
+router.
 """
 
 from __future__ import annotations
@@ -17,23 +18,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
-from deployment.assets import smollm2
+from deployment.assets import tiny
 from deployment.assets.folder import ensure
 from deployment.assets.paths import model_dir
 from router.ids import WorkerId
 from tests.integration.asking import CHAT
 from tests.integration.local_fleet import ENGINE_KEY, SERVED, LocalFleet
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+MODEL: Final = model_dir(SERVED)
 ADAPTERS: Final = {
-    "alpha": ROOT / "configs/adapters/alpha",
-    "bravo": ROOT / "configs/adapters/bravo",
-    "charlie": ROOT / "configs/adapters/alpha",
+    "alpha": MODEL / "adapters/adapter-a",
+    "bravo": MODEL / "adapters/adapter-b",
+    "charlie": MODEL / "adapters/adapter-a",
 }
 CONVERSATIONS: Final = 16
 TURNS: Final = 6
@@ -73,9 +73,9 @@ def _converse(which: int, place: Callable[[], tuple[str, str, str]], tally: Tall
     """One conversation from its first turn to its last."""
     rng = random.Random(which)
     model = list(ADAPTERS)[which % len(ADAPTERS)]
-    messages = [{"role": "system", "content": "You are brief. " + _words(random.Random(100 + which % 3), 60)}]
+    messages = [{"role": "system", "content": "You are brief. " + _words(random.Random(100 + which % 3), 40)}]
     for _ in range(TURNS):
-        messages.append({"role": "user", "content": _words(rng, 40)})
+        messages.append({"role": "user", "content": _words(rng, 20)})
         worker, url, key = place()
         body = {
             "model": f"{SERVED}:{model}",
@@ -115,9 +115,8 @@ def _run(place: Callable[[], tuple[str, str, str]]) -> dict[str, Any]:
 
 def measure() -> dict[str, Any]:
     """Both policies, one after the other, and their ratios."""
-    model = model_dir("SmolLM2-135M-Instruct")
-    ensure(model, smollm2.build)
-    fleet = LocalFleet(model, num_workers=2, adapters=ADAPTERS, cache_tokens=CACHE_TOKENS, context=CONTEXT, max_rank=64)
+    ensure(MODEL, tiny.build)
+    fleet = LocalFleet(MODEL, num_workers=2, adapters=ADAPTERS, cache_tokens=CACHE_TOKENS, context=CONTEXT)
     fleet.start()
     try:
         engines = [(worker, fleet.engine_url(worker), ENGINE_KEY) for worker in map(WorkerId, ("w0", "w1"))]

@@ -15,8 +15,10 @@ import psutil
 from actors.router import Router, RouterSettings
 from router.admission import AdmissionConfig
 from router.choice import LoggedDecision
+from router.ids import Incarnation, WorkerId
+from router.reports import WorkerState
 from tests.integration.background_loop import poll
-from tests.integration.local_fleet import LocalFleet
+from tests.integration.local_fleet import BOOT_S, LocalFleet
 
 PROFILE: Final = "tiny-cpu"
 
@@ -36,6 +38,8 @@ class EmulatedFleet(LocalFleet):
     ) -> None:
         super().__init__(model, num_workers=num_workers, emulated=PROFILE, **options)
         self.admission = admission or AdmissionConfig()
+        #: lives that tests have ended
+        self._ended: set[Incarnation] = set()
 
     def router_settings(self, router_id: str) -> RouterSettings:
         """With this fleet's admission."""
@@ -104,9 +108,21 @@ class EmulatedFleet(LocalFleet):
         assert len(owners) == 1, owners
         return psutil.Process(owners[0])
 
-    def kill_engine(self, worker_id: str) -> None:
-        """Its launcher dies, and it with it."""
-        psutil.Process(self.engine_pid(worker_id)).kill()
+    def kill_engine(self, worker_id: str, process: psutil.Process | None = None) -> None:
+        """Its launcher dies, and it with it; or another process of its."""
+        self._ended.add(self.call(lambda: self.workers[WorkerId(worker_id)].report().incarnation))
+        (process or psutil.Process(self.engine_pid(worker_id))).kill()
+
+    def wait_back(self) -> None:
+        """Until every engine that was killed lives anew, and the router knows."""
+
+        def is_back(worker_id: WorkerId) -> bool:
+            report, record = self.workers[worker_id].report(), self.core.workers.get(worker_id)
+            known = record is not None and record.report.incarnation == report.incarnation
+            return report.state is WorkerState.READY and known and report.incarnation not in self._ended
+
+        self.wait(lambda: all(map(is_back, self.workers)), within_s=BOOT_S, what="all back")
+        self.wait_whole()
 
     @contextmanager
     def stopped(self, *worker_ids: str) -> Iterator[dict[str, psutil.Process]]:

@@ -24,7 +24,7 @@ from tests.integration.background_loop import SETTLE_S, poll
 from tests.integration.crowd import Reply, Wish, ask_all, crowd
 from tests.integration.emulated_fleet import EmulatedFleet
 from tests.integration.failing_worker import FAILING_ID, failing_worker
-from tests.integration.local_fleet import BOOT_S, PAGE, SERVED
+from tests.integration.local_fleet import PAGE, SERVED
 
 pytestmark = pytest.mark.engine
 
@@ -44,15 +44,8 @@ def four(tiny_model: Path) -> Iterator[EmulatedFleet]:
 @pytest.fixture(autouse=True)
 def whole(four: EmulatedFleet) -> Iterator[None]:
     yield
-    four.wait(lambda: all(is_heard(four, worker_id) for worker_id in four.workers), within_s=BOOT_S, what="all back")
-    four.wait_whole(within_s=BOOT_S)
+    four.wait_back()
     four.wait_at_rest()
-
-
-def is_heard(four: EmulatedFleet, worker_id: WorkerId) -> bool:
-    """Whether the worker serves, and the router knows it in its present life; on the loop."""
-    report, record = four.workers[worker_id].report(), four.core.workers.get(worker_id)
-    return report.state is WorkerState.READY and record is not None and record.report.incarnation == report.incarnation
 
 
 @pytest.fixture
@@ -167,8 +160,8 @@ def test_two_workers_that_die_at_once_cost_nobody_an_answer(four: EmulatedFleet)
     with ThreadPoolExecutor(1) as pool, four.stopped(*victims) as processes:
         answers = pool.submit(ask_all, four.url, wishes)
         poll(lambda: four.booked() >= 20 and four.queued() == 0, what="both have requests")
-        for process in processes.values():
-            process.kill()
+        for worker_id, process in processes.items():
+            four.kill_engine(worker_id, process)
         replies = answers.result()
 
     assert {reply.status for reply in replies} == {200}

@@ -22,7 +22,6 @@ CONFORMANCE = ("test_exact_prediction.py", "test_late_router.py", "test_reload.p
 _EMULATED = "tiny-cpu"
 """Profile of the emulated engines: about as fast as the others."""
 _OWN_FLEET = (
-    "test_all_stopped.py",
     "test_dp_ranks.py",
     "test_failover_cases.py",
     "test_fairness.py",

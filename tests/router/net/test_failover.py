@@ -282,6 +282,22 @@ async def test_a_worker_that_stands_still_is_given_up_when_the_probe_is_overdue_
 
 
 @virtual_time
+async def test_where_all_stand_still_what_waits_is_left_to_the_first_that_goes_on() -> None:
+    ward = Ward()
+    async with ward.watched():
+        ward.failing = {source("w0"), source("w1")}
+        waiting = [ward.wait_for_a_byte(ward.decision()), ward.wait_for_a_byte(ward.decision(W1))]
+        await until(8 * MIN_STALL_S)
+        assert ward.suspended() == {"w0", "w1"}
+        assert sum(one.done() for one in waiting) <= 1  # the first, while the other was thought well
+        ward.failing = {source("w1")}
+        await until(10 * MIN_STALL_S)
+        assert ward.suspended() == {"w1"}
+        assert waiting[1].done(), "there is somewhere to go again"
+        waiting[0].cancel()
+
+
+@virtual_time
 async def test_a_busy_worker_that_answers_its_probe_is_left_alone_and_not_probed_all_the_time() -> None:
     ward = Ward()
     async with ward.watched():

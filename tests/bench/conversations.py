@@ -73,9 +73,9 @@ def _converse(which: int, place: Callable[[], tuple[str, str, str]], tally: Tall
     """One conversation from its first turn to its last."""
     rng = random.Random(which)
     model = list(ADAPTERS)[which % len(ADAPTERS)]
-    messages = [{"role": "system", "content": "You are brief. " + _words(random.Random(100 + which % 3), 40)}]
+    messages = [{"role": "system", "content": "You are brief. " + _words(random.Random(100 + which % 3), 12)}]
     for _ in range(TURNS):
-        messages.append({"role": "user", "content": _words(rng, 20)})
+        messages.append({"role": "user", "content": _words(rng, 10)})
         worker, url, key = place()
         body = {
             "model": f"{SERVED}:{model}",

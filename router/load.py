@@ -173,7 +173,7 @@ class LoadBook:
         row[QUEUED] += tokens
         row[QUEUED_MS] += booking.own_ms
         row[RUNNING] += 1
-        row[SENT] = 1 + row[SENT] * 2 ** ((row[SENT_S] - now_s) / _SENT_HALF_LIFE_S)
+        row[SENT] = 1 + row[SENT] * 2 ** (-max(0.0, now_s - row[SENT_S]) / _SENT_HALF_LIFE_S)
         row[SENT_S] = now_s
         row[KV] += kv_tokens
         row[DISTINCT] = len(counts)
@@ -183,7 +183,8 @@ class LoadBook:
 
     def sent(self, columns: Ints, now_s: float) -> Floats:
         """Requests sent to each column lately, older ones counting for less: half after so many seconds."""
-        lately: Floats = self.state[columns, SENT] * 2 ** ((self.state[columns, SENT_S] - now_s) / _SENT_HALF_LIFE_S)
+        age_s = np.maximum(0.0, now_s - self.state[columns, SENT_S])
+        lately: Floats = self.state[columns, SENT] * 2 ** (-age_s / _SENT_HALF_LIFE_S)
         return lately
 
     def reported(self, column: int, requests: int) -> None:

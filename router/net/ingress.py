@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -280,5 +280,5 @@ class Ingress:
         api = Api.CHAT if "messages" in parse_json(raw) else Api.COMPLETIONS
         call = self._checked(api, raw)
         wanted = self._dispatcher.route_request(call, (await self._tokens(call)).ids)
-        found = views.explanation(self._core, wanted)
+        found = views.explanation(self._core, replace(wanted, now_s=time.monotonic()))
         return web.json_response({"model": call.body["model"], "adapter": call.adapter, **found})

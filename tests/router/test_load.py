@@ -316,6 +316,14 @@ def test_wait_that_was_assumed_to_be_none_is_learned() -> None:
     assert book.slot_ms == pytest.approx(300, rel=0.1)
 
 
+def test_a_clock_that_stands_before_the_last_booking_is_no_older() -> None:
+    book = book_of()
+    book.book(0, tokens=1, lora_id=None, now_s=100_000.0)
+    assert book.sent(np.array([0]), 0.0).tolist() == [1.0]
+    book.book(0, tokens=1, lora_id=None, now_s=0.0)
+    assert book.sent(np.array([0]), 0.0).tolist() == [2.0]
+
+
 def test_duration_is_learned_of_requests_that_end_well_and_stream() -> None:
     book = book_of()
     endings = [(True, None), (False, 4.0), (True, 4.0)]

@@ -105,25 +105,19 @@ class RouterCore:
     # -- read path -----------------------------------------------------------------------------------------------
 
     def route(self, request: RouteRequest) -> Decision:
-        """The source with the least cost; near ties go to the fewest running requests, then at random.
+        """The source with the least cost, near ties and idle workers' shares as `choice` has it; goes into the log.
 
         Raises:
             NoCapacity: no ready worker can serve the request.
         """
-        found = self._evaluate(request)
-        running = self.load.busy[found.columns]
-        number = self._num_decisions
-        out = np.zeros(len(running), bool)
-        if not running.all():
-            cached = np.array([tokens or 0 for tokens in found.predicted])
-            out = left_out(cached, running, self.load.sent(found.columns, request.now_s))
-        i = choose(found.costs.total, running, out, seed=self.seed, number=number)
+        made = self._decide(request)
         self._num_decisions += 1
-        decision = self._decision(
-            request, found, i, is_due=bool(out[i] and found.costs.total[i] > found.costs.total.min())
-        )
-        self._recent.append(Made(number, request, decision, found, i, running, out))
-        return decision
+        self._recent.append(made)
+        return made.decision
+
+    def preview(self, request: RouteRequest) -> Decision:
+        """What `route` would decide now. Changes nothing. Raises NoCapacity."""
+        return self._decide(request).decision
 
     def decisions(self, *, since: int = 0) -> list[LoggedDecision]:
         """The latest decisions in order, those from number `since` on."""
@@ -234,6 +228,18 @@ class RouterCore:
         self._roster.check()
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _decide(self, request: RouteRequest) -> Made:
+        found = self._evaluate(request)
+        running = self.load.busy[found.columns]
+        number = self._num_decisions
+        out = np.zeros(len(running), bool)
+        if not running.all():
+            cached = np.array([tokens or 0 for tokens in found.predicted])
+            out = left_out(cached, running, self.load.sent(found.columns, request.now_s))
+        i = choose(found.costs.total, running, out, seed=self.seed, number=number)
+        is_due = bool(out[i] and found.costs.total[i] > found.costs.total.min())
+        return Made(number, request, self._decision(request, found, i, is_due=is_due), found, i, running, out)
 
     def _evaluate(self, request: RouteRequest) -> Evaluation:
         targets: list[Target] = []

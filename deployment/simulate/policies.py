@@ -24,7 +24,7 @@ _Key = tuple[str | None, int]
 
 
 class PlainPolicy:
-    """Knows what it has sent, nothing else. Base of the others."""
+    """Any worker. Base of the others: knows what it has sent, nothing else."""
 
     def __init__(self, sim: Simulation, seed: int) -> None:
         self._sim = sim
@@ -58,7 +58,7 @@ class PlainPolicy:
         """See Policy."""
 
     def _pick(self, flight: Flight, alive: Sequence[int]) -> int:
-        raise NotImplementedError
+        return self._rng.choice(alive)
 
     def _sent(self, flight: Flight, worker: int) -> None:
         pass
@@ -76,13 +76,6 @@ class RoundRobin(PlainPolicy):
     def _pick(self, flight: Flight, alive: Sequence[int]) -> int:
         self._next += 1
         return alive[self._next % len(alive)]
-
-
-class Random(PlainPolicy):
-    """Any."""
-
-    def _pick(self, flight: Flight, alive: Sequence[int]) -> int:
-        return self._rng.choice(alive)
 
 
 class LeastLoaded(PlainPolicy):
@@ -251,7 +244,7 @@ class Oracle(PlainPolicy):
 
 PLAIN: Final = {
     "round_robin": RoundRobin,
-    "random": Random,
+    "random": PlainPolicy,
     "least_loaded": LeastLoaded,
     "conversation_hash": ConversationHash,
     "prefix_approximate": PrefixApproximate,

@@ -84,7 +84,13 @@ class Dispatcher:
             auto_decompress=False,
         )
         self._failover = Failover(core, probe=self.ask_cached_tokens)
-        self._relay = Relay(self._session, ArrivalGate(core, drain), self._failover, account=self._account)
+        self._relay = Relay(
+            self._session,
+            ArrivalGate(core, drain),
+            self._failover,
+            account=self._account,
+            on_computed=admission.changed,
+        )
 
     async def close(self) -> None:
         """Close connections; requests in flight fail."""

@@ -59,9 +59,17 @@ class Relay:
     """Sends requests to engines."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, arrival: ArrivalGate, failover: Failover, *, account: Account
+        self,
+        session: aiohttp.ClientSession,
+        arrival: ArrivalGate,
+        failover: Failover,
+        *,
+        account: Account,
+        on_computed: Callable[[], None],
     ) -> None:
-        """`account(outgoing, decision, status, seconds, usage)` is told how each answer ended."""
+        """`account(outgoing, decision, status, seconds, usage)` is told how each answer ended; `on_computed` is called
+        when a prompt has been computed, which makes room for another."""
+        self._on_computed = on_computed
         self._session = session
         self._arrival = arrival
         self._failover = failover
@@ -84,6 +92,7 @@ class Relay:
             now_s = time.monotonic()
             if outgoing.stream and upstream.status == 200:
                 booking.first_token(now_s=now_s)
+                self._on_computed()
                 return await self._stream(upstream, first, outgoing, decision, booking, request, started_s, mark)
         booking.timed = False  # the time of a whole answer says nothing of its prefill
         booking.first_token(now_s=now_s)

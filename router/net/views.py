@@ -66,7 +66,7 @@ def status(core: RouterCore) -> dict[str, Any]:
 
 def explanation(core: RouterCore, wanted: RouteRequest) -> dict[str, Any]:
     """Where the request would go now, and what every candidate would cost. Raises NoCapacity."""
-    decision = core.route(wanted)
+    decision = core.preview(wanted)
     return {
         "prompt_tokens": decision.prompt_tokens,
         "worker": decision.source.worker_id,

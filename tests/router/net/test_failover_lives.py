@@ -9,7 +9,7 @@ import pytest
 from router.health import MIN_STALL_S
 from router.reports import WorkerState
 from tests.router.fleet import report, source
-from tests.router.net.test_failover import FOREVER_S, LOOK_S, W0, W1, Ward, until
+from tests.router.net.test_failover import FOREVER_S, LOOK_S, W0, Ward, until
 from tests.router.net.virtual_time import moment, virtual_time
 
 LATE_S = 60.0
@@ -89,9 +89,10 @@ async def test_requests_sent_to_a_suspended_worker_are_given_up_when_it_fails_an
     ward = Ward()
     async with ward.watched():
         ward.takes_s = {source("w0"): FOREVER_S}
+        late = ward.decision()
         ward.fail(W0)
         await until(12.0)
-        waiting = ward.wait_for_a_byte(ward.decision())
+        waiting = ward.wait_for_a_byte(late)
         assert await asyncio.wait_for(waiting, LATE_S) < 12.0 + 2 * MIN_STALL_S
 
 

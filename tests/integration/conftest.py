@@ -32,8 +32,12 @@ _OWN_FLEET = (
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of the shared fleet run on SGLang's engines, those of the conformance suite on emulated ones as well."""
-    if "fleet" in metafunc.fixturenames and metafunc.module.__name__.startswith(__package__):
+    """Tests of the shared fleet run on SGLang's engines, those of the conformance suite on emulated ones as well.
+
+    A module's own fleet gets no parameter: with one, it would live as long as the package.
+    """
+    shares = metafunc.module.__name__.startswith(__package__) and not hasattr(metafunc.module, "fleet")
+    if "fleet" in metafunc.fixturenames and shares:
         kinds = ["sglang", "emulated"] if Path(metafunc.module.__file__).name in CONFORMANCE else ["sglang"]
         metafunc.parametrize("fleet", kinds, indirect=True, scope="package")
 

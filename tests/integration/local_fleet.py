@@ -266,7 +266,7 @@ class LocalFleet(BackgroundLoop):
         )
 
     def wait_whole(self, router: Router | None = None, *, within_s: float = SETTLE_S) -> None:
-        """Until every worker is ready, every source exact and every adapter loaded, as a router sees it."""
+        """Until every worker is ready, every source exact, every adapter known and loaded, as a router sees it."""
         core = (router or self.router)._core
 
         def whole() -> bool:
@@ -277,6 +277,7 @@ class LocalFleet(BackgroundLoop):
             return (
                 len(records) == len(self.workers)
                 and (router or self.router)._ingress.trusted_tokenizer is not None
+                and set(self._adapters) <= set(core.table.names)
                 and all(record.report.state is WorkerState.READY and record.sources for record in records)
                 and all(core.ingest.state(s) is SourceState.EXACT for record in records for s in record.sources)
                 and (

@@ -176,7 +176,8 @@ def test_headers_say_where_why_and_what_was_predicted(fleet: LocalFleet, client:
     first = ask(client, prompt=prompt, stream=stream)
     again = ask(client, prompt=prompt, stream=stream)
     ranks = {source.worker_id: source.dp_rank for source in fleet.sources()}
-    assert (first.reason, first.predicted) == ("least-loaded", 0)
+    assert first.reason in ("least-loaded", "share"), "whichever was left out so far may get it"
+    assert first.predicted == 0
     assert (again.reason, again.predicted) == ("cached-prefix", 32)
     assert again.worker == first.worker
     assert again.dp_rank == ranks[first.worker]  # type: ignore[index]

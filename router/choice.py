@@ -1,7 +1,7 @@
 """The choice among candidates by their costs, and a log of choices that can be made again. Pure.
 
-A choice depends on nothing but what its log entry says: costs, running requests, the router's seed and the entry's
-number. So a recorded log can be replayed, and `replay` says whether today's code would choose the same.
+A choice depends on nothing but what its log entry says: costs, running requests, cached tokens, the router's seed and
+the entry's number. So a recorded log can be replayed, and `replay` says whether today's code would choose the same.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numba import bool_, float64, int64, njit, uint64
 from numpy.typing import NDArray
 
 from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE
+from router.predict import UNKNOWN
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 MAX_SHARE_MS: Final = 1000.0
 """What a request may pay so that a source that was left out gets its share."""
@@ -24,36 +27,60 @@ MIN_SENT: Final = 2.0
 _WORD: Final = (1 << 64) - 1
 
 
-def left_out(cached: Floats, running: Floats, sent: Floats) -> Bools:
+@njit(bool_[::1](int64[::1], float64[::1], float64[::1]), cache=True)
+def left_out(cached, running, sent):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
     """Sources that stand idle and were sent less than half of the others' mean lately, by `sent`.
 
     By the least time to first token alone, a new or emptied worker never gets a request whose beginning the others have
     cached: none pays first for all that come after. None where the request is one source's alone to answer, as a
     conversation is: where a single one holds most of its cached tokens.
     """
-    mean = float(sent.mean())
-    most = float(cached.max())
-    if mean < MIN_SENT or (most and np.count_nonzero(cached * 2 >= most) < 2):
-        return np.zeros(len(sent), bool)
-    out: Bools = (running == 0) & (sent * 2 < mean)
+    out = np.zeros(len(sent), np.bool_)
+    mean = sent.mean()
+    most = cached.max()
+    if mean < MIN_SENT or (most > 0 and (cached * 2 >= most).sum() < 2):
+        return out
+    for i in range(len(sent)):
+        out[i] = running[i] == 0 and sent[i] * 2 < mean
     return out
 
 
-def choose(total_ms: Floats, running: Floats, out: Bools, *, seed: int, number: int) -> int:
-    """Index of the least cost; near ties go to the fewest running requests, then by lot.
+def choose(total_ms: Floats, running: Floats, cached: Ints, out: Bools, *, seed: int, number: int) -> int:
+    """Index of the least cost; near ties go to the fewest running requests, then to the most cached, then by lot.
 
     Among those left `out`, where one costs no more than MAX_SHARE_MS over the least. `seed` and `number` (of the
     decision) draw the lot, so that it can be drawn again.
     """
-    least = float(total_ms.min())
-    if out.any() and (due := out & (total_ms <= least + MAX_SHARE_MS)).any():
-        total_ms = np.where(due, total_ms, np.inf)
-        least = float(total_ms.min())
-    near = np.flatnonzero(total_ms <= least + max(NEAR_TIE_MS, least * NEAR_TIE_SHARE))
-    if len(near) > 1:
-        fewest = running[near]
-        near = near[fewest == fewest.min()]
-    return int(near[_lot(seed, number) % len(near)])
+    return int(_choose(total_ms, running, cached, out, _lot(seed, number)))
+
+
+@njit(int64(float64[::1], float64[::1], int64[::1], bool_[::1], uint64), cache=True)
+def _choose(total_ms, running, cached, out, lot):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+    due = out & (total_ms <= total_ms.min() + MAX_SHARE_MS)
+    if not due.any():
+        due[:] = True
+    least = np.inf
+    for i in range(len(due)):
+        if due[i]:
+            least = min(least, total_ms[i])
+    due &= total_ms <= least + max(NEAR_TIE_MS, least * NEAR_TIE_SHARE)
+    fewest = np.inf
+    for i in range(len(due)):
+        if due[i]:
+            fewest = min(fewest, running[i])
+    due &= running == fewest
+    most = -1
+    for i in range(len(due)):
+        if due[i]:
+            most = max(most, cached[i])
+    due &= cached == most
+    left = lot % np.uint64(due.sum())
+    for i in range(len(due)):
+        if due[i]:
+            if left == 0:
+                return i
+            left -= np.uint64(1)
+    return -1
 
 
 class LoggedCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +93,14 @@ class LoggedCandidate(msgspec.Struct, frozen=True, kw_only=True):
     running: float
     left_out: bool = False
     terms_ms: dict[str, float]
+
+    @property
+    def cost_ms(self) -> float:
+        """Rounded after each term, as costs are added up; Python's own `sum` isn't from 3.12 on."""
+        total = 0.0
+        for term_ms in self.terms_ms.values():
+            total += term_ms
+        return total
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,20 +121,13 @@ def replay(log: Sequence[LoggedDecision], *, seed: int) -> list[int]:
     """Numbers of the decisions that would be others now; none where all are the same."""
     others = []
     for entry in log:
-        total = np.array([_total(one.terms_ms) for one in entry.candidates])
-        running = np.array([one.running for one in entry.candidates])
+        total = np.array([one.cost_ms for one in entry.candidates])
+        running = np.array([float(one.running) for one in entry.candidates])
+        cached = np.array([UNKNOWN if (n := one.predicted_cached_tokens) is None else n for one in entry.candidates])
         out = np.array([one.left_out for one in entry.candidates])
-        if choose(total, running, out, seed=seed, number=entry.number) != entry.chosen:
+        if choose(total, running, cached, out, seed=seed, number=entry.number) != entry.chosen:
             others.append(entry.number)
     return others
-
-
-def _total(terms_ms: dict[str, float]) -> float:
-    """Rounded after each term, as costs are added up; Python's own `sum` isn't from 3.12 on."""
-    total = 0.0
-    for term_ms in terms_ms.values():
-        total += term_ms
-    return total
 
 
 def _lot(seed: int, number: int) -> int:

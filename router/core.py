@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from router.choice import LoggedDecision, choose, left_out
+from router.choice import LoggedCandidate, LoggedDecision, choose, left_out
 from router.cost import CostWeights, Demand, estimate
-from router.decision import Candidate, Decision, Reason, RouteRequest
+from router.decision import Decision, Reason, RouteRequest
 from router.effects import Effect
 from router.errors import AdapterNotHeld, NoCapacity
-from router.evaluation import Evaluation, Made
+from router.evaluation import Evaluation, Made, candidates
 from router.hashing import TOKEN_BYTES
+from router.holders import Holders, Target, WorkerRecord
 from router.ids import LoraId, SourceId, WorkerId
 from router.ingest import EventIngest, SourceState
 from router.load import Booking, LoadBook
-from router.predict import Place, Predictor
+from router.predict import UNKNOWN, Predictor
 from router.reports import TableView, WorkerReport, WorkerState
-from router.roster import Roster, Target, WorkerRecord
+from router.roster import Roster
 
 MAX_KEPT = 1024
 """Decisions that a router can show."""
@@ -50,6 +51,7 @@ class RouterCore:
         self.load = LoadBook(
             prefill_tokens_per_s=weights.prefill_tokens_per_s,
             overhead_ms=weights.overhead_ms,
+            decode_step_ms=weights.decode_step_ms,
             slot_wait_ms=weights.slot_wait_ms,
             request_ms=weights.request_ms,
             output_tokens=weights.output_tokens,
@@ -123,30 +125,19 @@ class RouterCore:
         """The latest decisions in order, those from number `since` on."""
         return [made.logged() for made in self._recent if made.number >= since]
 
-    def explain(self, request: RouteRequest) -> list[Candidate]:
-        """Every source that `route` would weigh, cheapest first. Changes nothing."""
+    def explain(self, request: RouteRequest) -> list[LoggedCandidate]:
+        """Every source that `route` would weigh, cheapest first. Changes nothing. Raises NoCapacity."""
         found = self._evaluate(request)
-        order = np.argsort(found.costs.total, kind="stable")
-        return [
-            Candidate(
-                source=found.targets[i].source,
-                state=found.states[i],
-                predicted_cached_tokens=found.predicted[i],
-                cost_ms=round(float(found.costs.total[i]), 3),
-                terms={name: round(ms, 3) for name, ms in found.costs.row(i).items()},
-            )
-            for i in order.tolist()
-        ]
+        return sorted(candidates(found, self._left_out(request, found)), key=lambda candidate: candidate.cost_ms)
 
     def predict(self, source: SourceId, request: RouteRequest) -> int | None:
         """Cached tokens to expect at one source; None where it can't be known, or can't serve the request."""
-        for target in self._roster.routable:
-            if target.source == source:
-                lora_id = None if request.adapter is None else self.loaded(target.record, request.adapter)
-                if request.adapter is not None and lora_id is None:
-                    return None
-                return self._predict(request, [target], [lora_id], [self._state(target)])[0]
-        return None
+        target = next((target for target in self._roster.routable if target.source == source), None)
+        if target is None:
+            return None
+        here = Holders.of([target], request.adapter)
+        cached = self._predict(request, here, self.ingest.exact[here.columns] & here.heard)
+        return int(cached[0]) if len(cached) and cached[0] != UNKNOWN else None
 
     def book(self, decision: Decision, *, now_s: float) -> Booking:
         """Book a decision that is about to be carried out."""
@@ -156,6 +147,7 @@ class RouterCore:
             lora_id=decision.lora_id,
             now_s=now_s,
             kv_tokens=decision.kv_tokens,
+            context_tokens=decision.prompt_tokens or 0,
             num_slots=decision.num_slots,
             capacity_tokens=decision.capacity_tokens,
         )
@@ -175,11 +167,8 @@ class RouterCore:
 
         Where nobody is ready, or nobody holds the adapter, too: routing says what to do then.
         """
-        eligible = False
-        for target in self._roster.routable:
-            if adapter is not None and adapter not in target.record.adapters:
-                continue
-            eligible = True
+        holders = self._roster.holders(adapter)
+        for target in holders.targets:
             report = target.record.report
             if self.load.has_room(
                 target.column,
@@ -189,33 +178,31 @@ class RouterCore:
                 capacity_tokens=report.max_total_tokens,
             ):
                 return True
-        return not eligible
+        return not holders.targets
 
-    def preferences(self, adapter: str) -> list[WorkerId]:
+    def preferences(self, adapter: str, *, now_s: float) -> list[WorkerId]:
         """Ready workers that don't hold the adapter, the least loaded first: where it had best be loaded."""
         waits = {
-            target.source.worker_id: self._wait_ms(target)
+            target.source.worker_id: self.load.wait_ms(target.column, now_s)
             for target in self._roster.routable
             if adapter not in target.record.adapters
         }
         return sorted(waits, key=lambda worker_id: waits[worker_id])
 
-    def wants_more(self, decision: Decision) -> bool:
+    def wants_more(self, decision: Decision, *, now_s: float) -> bool:
         """Whether another worker would serve the request sooner, with the adapter to be loaded and nothing cached."""
         assert decision.adapter is not None
         computing_ms = self.load.speed.ms(decision.column, decision.prompt_tokens or 0)
         limit_ms = decision.cost_ms - self.load.adapter_load_ms - computing_ms
         return limit_ms > 0 and any(
-            self._wait_ms(target) < limit_ms
+            self.load.wait_ms(target.column, now_s) < limit_ms
             for target in self._roster.routable
             if decision.adapter not in target.record.adapters
         )
 
     def lose_adapter(self, worker_id: WorkerId, adapter: str) -> None:
         """A worker's engine doesn't hold the adapter, whatever our copy of the table says; the next copy decides."""
-        record = self.workers.get(worker_id)
-        if record is not None:
-            record.adapters = {name: lora_id for name, lora_id in record.adapters.items() if name != adapter}
+        self._roster.lose_adapter(worker_id, adapter)
 
     def loaded(self, record: WorkerRecord, adapter: str) -> LoraId | None:
         """lora_id under which the worker's engine holds `adapter`, or None."""
@@ -231,56 +218,43 @@ class RouterCore:
 
     def _decide(self, request: RouteRequest) -> Made:
         found = self._evaluate(request)
-        running = self.load.busy[found.columns]
         number = self._num_decisions
-        out = np.zeros(len(running), bool)
-        if not running.all():
-            cached = np.array([tokens or 0 for tokens in found.predicted])
-            out = left_out(cached, running, self.load.sent(found.columns, request.now_s))
-        i = choose(found.costs.total, running, out, seed=self.seed, number=number)
-        is_due = bool(out[i] and found.costs.total[i] > found.costs.total.min())
-        return Made(number, request, self._decision(request, found, i, is_due=is_due), found, i, running, out)
+        out = self._left_out(request, found)
+        i = choose(found.costs.total, found.costs.running, found.cached, out, seed=self.seed, number=number)
+        return Made(number, request, self._decision(request, found, i, is_left_out=bool(out[i])), found, i, out)
+
+    def _left_out(self, request: RouteRequest, found: Evaluation) -> NDArray[np.bool_]:
+        out: NDArray[np.bool_] = left_out(
+            found.cached, found.costs.running, self.load.sent(found.holders.columns, request.now_s)
+        )
+        return out
 
     def _evaluate(self, request: RouteRequest) -> Evaluation:
-        targets: list[Target] = []
-        lora_ids: list[LoraId | None] = []
-        for target in self._roster.routable:
-            if target.source.worker_id in request.exclude:
-                continue
-            lora_id = None
-            if request.adapter is not None and (lora_id := self.loaded(target.record, request.adapter)) is None:
-                continue
-            targets.append(target)
-            lora_ids.append(lora_id)
-        if not targets:
+        holders = self._roster.holders(request.adapter)
+        if request.exclude:
+            holders = Holders.of(holders.targets, request.adapter, request.exclude)
+        if not holders.targets:
             raise self._why_none(request)
-        states = [self._state(target) for target in targets]
         if request.extra_key is not None:
             self._remember_key(request.extra_key)
-        predicted = self._predict(request, targets, lora_ids, states)
-        num_tokens = request.num_tokens
-        columns = np.array([target.column for target in targets])
+        exact = self.ingest.exact[holders.columns] & holders.heard
+        cached = self._predict(request, holders, exact)
         costs = estimate(
             self.load,
             self._weights,
-            columns,
+            holders.columns,
             Demand(
                 now_s=request.now_s,
-                uncached_tokens=np.array([float(num_tokens - (cached or 0)) for cached in predicted]),
+                num_tokens=request.num_tokens,
+                cached_tokens=cached,
                 output_tokens=self._output_tokens(request),
-                lora_ids=lora_ids,
-                num_slots=np.array([target.record.report.max_loras_per_batch for target in targets]),
-                capacity_tokens=np.array([float(t.record.report.max_total_tokens or np.inf) for t in targets]),
+                lora_ids=holders.lora_ids,
+                num_slots=holders.num_slots,
+                capacity_tokens=holders.capacity_tokens,
             ),
         )
-        return Evaluation(targets, states, lora_ids, predicted, columns, costs)
-
-    def _wait_ms(self, target: Target) -> float:
-        """What is booked on a source already."""
-        column = target.column
-        return float(self.load.queued_ms[column]) + float(
-            self.load.running[column] * self._weights.decode_ms_per_request
-        )
+        states = [SourceState.EXACT] * len(exact) if exact.all() else [self._state(t) for t in holders.targets]
+        return Evaluation(holders, states, cached, costs)
 
     def _output_tokens(self, request: RouteRequest) -> float:
         """Output to expect."""
@@ -289,32 +263,19 @@ class RouterCore:
     def _state(self, target: Target) -> SourceState:
         return SourceState.SYNCING if target.record.silent else self.ingest.state(target.source)
 
-    def _predict(
-        self,
-        request: RouteRequest,
-        targets: Sequence[Target],
-        lora_ids: Sequence[LoraId | None],
-        states: Sequence[SourceState],
-    ) -> list[int | None]:
-        """Cached tokens to expect at each source; None where it can't be known."""
-        predicted: list[int | None] = [None] * len(targets)
+    def _predict(self, request: RouteRequest, holders: Holders, known: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Cached tokens to expect at each source; UNKNOWN where it can't be known."""
         packed = request.packed_tokens
         if packed is None:
-            return predicted
-        known = [i for i, state in enumerate(states) if state is SourceState.EXACT and self._is_told(targets[i])]
+            return np.full(len(known), UNKNOWN)
+        if not holders.all_dynamo:
+            known = known & [self._is_told(target) for target in holders.targets]
         limit = len(packed) // TOKEN_BYTES - 1  # the engine always computes the last token
         if request.max_cached_tokens is not None:
             limit = min(limit, request.max_cached_tokens)
-        cached = self.predictor.cached_tokens(
-            packed,
-            [Place(targets[i].column, targets[i].record.form, lora_ids[i]) for i in known],
-            extra_key=request.extra_key,
-            cache_salt=request.cache_salt,
-            limit=limit,
+        return self.predictor.cached_tokens(
+            packed, holders.groups, known, extra_key=request.extra_key, cache_salt=request.cache_salt, limit=limit
         )
-        for i, tokens in zip(known, cached, strict=True):
-            predicted[i] = tokens
-        return predicted
 
     def _is_told(self, target: Target) -> bool:
         """Whether its hashes tell whose a block is: in the default format, base and keyed blocks look alike."""
@@ -329,25 +290,31 @@ class RouterCore:
         if len(self._extra_keys) > MAX_EXTRA_KEYS:
             del self._extra_keys[next(iter(self._extra_keys))]
 
-    def _decision(self, request: RouteRequest, found: Evaluation, i: int, *, is_due: bool) -> Decision:
-        target, predicted = found.targets[i], found.predicted[i]
+    def _decision(self, request: RouteRequest, found: Evaluation, i: int, *, is_left_out: bool) -> Decision:
+        target, predicted = found.holders.targets[i], found.predicted(i)
         record, source = target.record, target.source
-        num_tokens = None if request.packed_tokens is None else len(request.packed_tokens) // TOKEN_BYTES
+        num_tokens = None if request.packed_tokens is None else request.num_tokens
+        uncached_tokens = (num_tokens or 0) - (predicted or 0)
+        cost_ms = float(found.costs.total[i])
+        if is_left_out and cost_ms > found.costs.total.min():
+            reason = Reason.SHARE
+        else:
+            reason = _reason(num_tokens, predicted, int(found.cached.max()), found.states[i])
         return Decision(
             source=source,
             url=record.report.url,
             local_rank=record.sources.index(source) if len(record.sources) > 1 else None,
             column=target.column,
-            lora_id=found.lora_ids[i],
+            lora_id=found.holders.lora_ids[i],
             adapter=request.adapter,
-            reason=Reason.SHARE if is_due else _reason(num_tokens, predicted, found.predicted, found.states[i]),
+            reason=reason,
             prompt_tokens=num_tokens,
             predicted_cached_tokens=predicted,
-            uncached_tokens=(num_tokens or 0) - (predicted or 0),
-            kv_tokens=int((num_tokens or 0) - (predicted or 0) + self._output_tokens(request)),
+            uncached_tokens=uncached_tokens,
+            kv_tokens=int(uncached_tokens + self._output_tokens(request)),
             num_slots=record.report.max_loras_per_batch,
             capacity_tokens=record.report.max_total_tokens,
-            cost_ms=float(found.costs.total[i]),
+            cost_ms=cost_ms,
         )
 
     def _why_none(self, request: RouteRequest) -> NoCapacity:
@@ -360,12 +327,12 @@ class RouterCore:
         return AdapterNotHeld(f"adapter {request.adapter!r} is not loaded on any of {len(others)} ready workers yet")
 
 
-def _reason(num_tokens: int | None, chosen: int | None, predicted: Sequence[int | None], state: SourceState) -> Reason:
+def _reason(num_tokens: int | None, chosen: int | None, most: int, state: SourceState) -> Reason:
+    """`most`: cached tokens of any candidate."""
     if num_tokens is None:
         return Reason.NOT_TOKENIZED
     if chosen is None:
         return Reason.SYNCING if state is SourceState.SYNCING else Reason.UNVERIFIED
-    best = max(cached or 0 for cached in predicted)
-    if best > chosen:
+    if most > chosen:
         return Reason.SPILL
     return Reason.CACHED_PREFIX if chosen else Reason.LEAST_LOADED

@@ -8,7 +8,6 @@ from enum import StrEnum
 
 from router.hashing import TOKEN_BYTES
 from router.ids import LoraId, SourceId, WorkerId
-from router.ingest import SourceState
 
 
 class Reason(StrEnum):
@@ -52,17 +51,6 @@ class RouteRequest:
     def num_tokens(self) -> int:
         """Of the prompt; 0 where it isn't tokenized."""
         return len(self.packed_tokens or b"") // TOKEN_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A source with its cost, in ms and term by term."""
-
-    source: SourceId
-    state: SourceState
-    predicted_cached_tokens: int | None
-    cost_ms: float
-    terms: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,11 @@ class Namespace:
         return cls(extra_key=joined or None, cache_salt=cache_salt or None, dynamo=dynamo)
 
     @property
+    def key(self) -> bytes:
+        """All of it in bytes, other ones for another namespace."""
+        return f"{self.extra_key!r} {self.cache_salt!r} {self.dynamo}".encode()
+
+    @property
     def root_digest(self) -> bytes:
         """Digest that the chain starts from; empty without a salt."""
         return b"" if self.cache_salt is None else hashlib.sha256(_SALT_TAG + self.cache_salt.encode()).digest()

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router import kernels
 from router.budget import Budget, IndexFullError
@@ -167,7 +168,7 @@ class BlockIndex:
             at = after
         return tally
 
-    def match(self, pages: Iterable[Hashes], columns: Sequence[int]) -> Hashes:
+    def match(self, pages: Iterable[Hashes], columns: Sequence[int] | NDArray[np.int64]) -> Hashes:
         """Consecutive pages from the first that each of `columns` holds, in any tier: uint64, indexed by column.
 
         `pages` yields hashes in prompt order and is not read further than anybody holds them.

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from router.attestation import Attestor
 from router.budget import IndexFullError
 from router.cursor import Advance, Cursor, SeqPayload, Wish
@@ -20,6 +23,8 @@ from router.events import Tier, decode_batch
 from router.ids import SourceId
 from router.index import BlockIndex, Tally
 from router.table import Hashes
+
+Bools = NDArray[np.bool_]
 
 MAX_JOURNAL: Final = 20_000
 """Batches that a journal keeps; one that would need more is given up."""
@@ -72,6 +77,8 @@ class EventIngest:
         self.index = BlockIndex(min_blocks=min_blocks, max_bytes=max_bytes)
         self._sources: dict[SourceId, _Source] = {}
         self._num_restores = 0
+        #: by column, whether its source's state is EXACT
+        self.exact: Bools = np.zeros(0, bool)
 
     def __contains__(self, source: SourceId) -> bool:
         return source in self._sources
@@ -86,11 +93,16 @@ class EventIngest:
                 if not self._set_one_aside():
                     raise
         self._sources[source] = _Source(column, attestor)
+        if column >= len(self.exact):
+            self.exact = np.append(self.exact, np.zeros(column + 1 - len(self.exact), bool))
+        self.exact[column] = False
         return column
 
     def discard(self, source: SourceId) -> None:
         """Forget the source with all its blocks; what still arrives of it is ignored."""
-        if self._sources.pop(source, None) is not None:
+        entry = self._sources.pop(source, None)
+        if entry is not None:
+            self.exact[entry.column] = False
             self.index.discard(source)
 
     # -- to read -------------------------------------------------------------------------------------------------
@@ -101,12 +113,7 @@ class EventIngest:
 
     def state(self, source: SourceId) -> SourceState:
         """Whether predictions hold for the source."""
-        entry = self._sources[source]
-        if entry.fault or entry.aside or (entry.attestor is not None and entry.attestor.fault):
-            return SourceState.UNVERIFIED
-        if entry.cursor.pending is not None:
-            return SourceState.SYNCING
-        return SourceState.UNVERIFIED if entry.hole else SourceState.EXACT
+        return _state(self._sources[source])
 
     def fault(self, source: SourceId) -> str:
         """Why an unverified source is that; empty otherwise."""
@@ -214,6 +221,7 @@ class EventIngest:
         self.index.clear(source)
         entry.cursor.lost(0)
         entry.journal = None
+        self._note(entry)
         self._num_restores += 1
         entry.restore = self._num_restores
         return entry.restore
@@ -246,6 +254,7 @@ class EventIngest:
         """Never predict for this source: what it publishes isn't what we would compute."""
         if source in self._sources:
             self._sources[source].fault = fault
+            self._note(self._sources[source])
 
     def readmit(self) -> list[Effect]:
         """Take back, from its start, a source that was set aside and would find room now."""
@@ -273,6 +282,8 @@ class EventIngest:
         for source, entry in self._sources.items():
             assert self.index.add(source) == entry.column
             assert not (entry.aside and self.index.num_copies(source))
+            assert self.exact[entry.column] == (self.state(source) is SourceState.EXACT)
+        assert self.exact.sum() == sum(self.state(source) is SourceState.EXACT for source in self._sources)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -285,6 +296,7 @@ class EventIngest:
             if not self._apply(source, entry, batch, now_s):
                 advance.wish = entry.cursor.pending
                 break
+        self._note(entry)
         if advance.wish is None or entry.aside:
             return []
         if advance.wish is Wish.REPLAY:
@@ -304,6 +316,7 @@ class EventIngest:
             self.condemn(source, f"batches are tagged dp_rank {batch.dp_rank}, expected {source.dp_rank}")
         if (attestor := entry.attestor) is not None and attestor.is_open and attestor.wants(batch.events):
             attestor.look(item.payload)
+            self._note(entry)
         cleared = stats.cleared
         try:
             self.index.apply(source, batch.events, stats)
@@ -314,6 +327,7 @@ class EventIngest:
             return False
         if entry.hole and (stats.cleared > cleared or item.seq == 0):
             entry.hole = False
+            self._note(entry)
         entry.last = item
         if entry.journal is not None:
             entry.journal.append(item)
@@ -339,4 +353,16 @@ class EventIngest:
         )
         entry.journal, entry.restore = None, 0
         self.index.clear(largest)
+        self._note(entry)
         return True
+
+    def _note(self, entry: _Source) -> None:
+        self.exact[entry.column] = _state(entry) is SourceState.EXACT
+
+
+def _state(entry: _Source) -> SourceState:
+    if entry.fault or entry.aside or (entry.attestor is not None and entry.attestor.fault):
+        return SourceState.UNVERIFIED
+    if entry.cursor.pending is not None:
+        return SourceState.SYNCING
+    return SourceState.UNVERIFIED if entry.hole else SourceState.EXACT

@@ -228,6 +228,13 @@ def copy(old, new):  # type: ignore[no-untyped-def]
             new[to, word] = old[at, word]
 
 
+@njit(void(_KEYS, int64[::1]), cache=True, nogil=True)
+def enliven(walk, columns):  # type: ignore[no-untyped-def]
+    """Set the bits of `columns` in the first words of `walk`."""
+    for i in range(columns.shape[0]):
+        walk[columns[i] // 64] |= _ONE << np.uint64(columns[i] % 64)
+
+
 @njit(void(_KEYS, int64, uint64, uint64, int64), cache=True, nogil=True)
 def drop_out(walk, words, gone, depth, word):  # type: ignore[no-untyped-def]
     """Note `depth` for every column of the bit set `gone`, which is word `word` of the columns."""

@@ -6,27 +6,26 @@ holds the generation of its column: once the column belongs to another source, i
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Final
 
 import numpy as np
-from numba import float64, njit
+from numba import float64, int64, njit
 from numpy.typing import NDArray
 
+from router.decode import MIN_TOKENS, DecodeBook, step_ms
 from router.ids import LoraId
+from router.slots import SlotBook
 from router.speed import SpeedBook
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, DISTINCT, FOREIGN, SENT, SENT_S = range(9)
+QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, CONTEXT, DISTINCT, FOREIGN, SENT, FILLED, SENT_S, DONE_MS = range(12)
 """Fields of `LoadBook.state`."""
-RUNS: Final = 1
-"""`LoadBook.flags`: requests of the adapter run there."""
-RECENT: Final = 2
-"""It is among the last that as many slots hold."""
-
 _SENT_HALF_LIFE_S: Final = 20.0
+_FILLED_HALF_LIFE_S: Final = 120.0
+"""About as long as a cache lasts under load."""
 _REPORTS: Final = 3
 """Reports of an engine whose middle is believed: requests come and go between its count and ours."""
 _MIN_DRIFT: Final = 2.0
@@ -48,6 +47,21 @@ def queue_ms(row, now_s):  # type: ignore[no-untyped-def]  # numba compiles it, 
     return max(row[QUEUED_MS] - max(0.0, now_s - row[PROGRESS_S]) * 1000, row[QUEUED_MS] * MIN_QUEUE_SHARE)
 
 
+@njit(float64(float64[::1], float64), cache=True)
+def filled_tokens(row, now_s):  # type: ignore[no-untyped-def]
+    """Tokens that requests sent lately leave in the cache, older ones counting for less, by a row of `state`."""
+    return row[FILLED] * 2.0 ** (-max(0.0, now_s - row[SENT_S]) / _FILLED_HALF_LIFE_S)
+
+
+@njit(float64[::1](float64[:, ::1], int64[::1], float64), cache=True)
+def _sent(state, columns, now_s):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+    sent = np.empty(len(columns))
+    for i in range(len(columns)):
+        row = state[columns[i]]
+        sent[i] = row[SENT] * 2.0 ** (-max(0.0, now_s - row[SENT_S]) / _SENT_HALF_LIFE_S)
+    return sent
+
+
 class LoadBook:
     """Booked work per column. Never negative; zero at rest."""
 
@@ -56,6 +70,7 @@ class LoadBook:
         *,
         prefill_tokens_per_s: float,
         overhead_ms: float = 5.0,
+        decode_step_ms: float = 10.0,
         slot_wait_ms: float = 200.0,
         request_ms: float = 5000.0,
         output_tokens: float = 256.0,
@@ -67,18 +82,14 @@ class LoadBook:
         #: time to load an adapter, as seen lately
         self.adapter_load_ms = adapter_load_ms
         self.speed = SpeedBook(tokens_per_s=prefill_tokens_per_s, overhead_ms=overhead_ms)
+        self.decode = DecodeBook(step_ms=decode_step_ms)
+        self.slots = SlotBook()
         #: wait for a LoRA slot, for each adapter too many, as seen lately
         self.slot_ms = slot_wait_ms
         #: time from first token to end, as seen lately
         self.request_ms = request_ms
         #: a row a column, see the properties
-        self.state: Floats = np.zeros((0, SENT_S + 1))
-        #: by column, what adapters have requests there, and how many; None is the base model
-        self.adapters: list[dict[LoraId | None, int]] = []
-        #: by column, adapters in the order of their last use, the latest last
-        self._recent: list[OrderedDict[LoraId, None]] = []
-        self._recent_at: dict[LoraId, set[int]] = {}
-        self._running_at: dict[LoraId | None, set[int]] = {}
+        self.state: Floats = np.zeros((0, DONE_MS + 1))
         self._generation = np.zeros(0, np.int64)
         #: by column, how engines' own counts differed from ours lately
         self._differences: list[deque[float]] = []
@@ -101,11 +112,6 @@ class LoadBook:
         return self.state[:, RUNNING]
 
     @property
-    def busy(self) -> Floats:
-        """Requests that run or wait at each source, wherever they come from."""
-        return np.maximum(0.0, self.state[:, RUNNING] + self.state[:, FOREIGN])
-
-    @property
     def foreign(self) -> Floats:
         """Requests that engines have beyond those booked here (other routers'), or, below zero, that they lack."""
         return self.state[:, FOREIGN]
@@ -126,22 +132,17 @@ class LoadBook:
         if more <= 0:
             return
         self.speed.widen(more)
-        self.state = np.vstack([self.state, np.zeros((more, SENT_S + 1))])
+        self.slots.widen(more)
+        self.state = np.vstack([self.state, np.zeros((more, DONE_MS + 1))])
         self._generation = np.append(self._generation, np.zeros(more, np.int64))
-        self.adapters += [{} for _ in range(more)]
-        self._recent += [OrderedDict() for _ in range(more)]
         self._differences += [deque(maxlen=_REPORTS) for _ in range(more)]
 
     def reset(self, column: int) -> None:
         """The column's source is gone; its open bookings become void."""
         self.speed.reset(column)
+        self.slots.reset(column)
         self.state[column] = 0
-        for adapter in self.adapters[column]:
-            self._leave(column, adapter)
-        self.adapters[column] = {}
         self._differences[column].clear()
-        for lora_id in list(self._recent[column]):
-            self._forget_recent(column, lora_id)
         self._generation[column] += 1
 
     def book(
@@ -152,40 +153,47 @@ class LoadBook:
         lora_id: LoraId | None,
         now_s: float,
         kv_tokens: int = 0,
+        context_tokens: int = 0,
         num_slots: int = 0,
         capacity_tokens: int = 0,
     ) -> Booking:
         """Book a request that is about to be sent.
 
         `tokens` is what its engine will have to compute, `kv_tokens` what it will take of the cache, output included,
-        `num_slots` how many adapters run there at once, `capacity_tokens` the cache's size (0: any).
+        `context_tokens` what each of its decode steps reads, `num_slots` how many adapters run there at once,
+        `capacity_tokens` the cache's size (0: any).
         """
         over = 0
-        if num_slots and lora_id not in self.adapters[column]:
+        if num_slots and lora_id not in self.slots.running[column]:
             over = max(0, int(self.distinct[column]) + 1 - num_slots)
-        booking = Booking(self, column, tokens=tokens, kv_tokens=kv_tokens, lora_id=lora_id, now_s=now_s, over=over)
+        booking = Booking(
+            self,
+            column,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            context_tokens=context_tokens,
+            lora_id=lora_id,
+            now_s=now_s,
+            over=over,
+        )
         booking.cramped = 0 < capacity_tokens < self.state[column, KV] + kv_tokens
-        counts = self.adapters[column]
-        counts[lora_id] = counts.get(lora_id, 0) + 1
-        self._running_at.setdefault(lora_id, set()).add(column)
         row = self.state[column]
         row[PROGRESS_S] = max(row[PROGRESS_S], now_s - row[QUEUED_MS] / 1000)  # no sooner than all was computed
         row[QUEUED] += tokens
         row[QUEUED_MS] += booking.own_ms
         row[RUNNING] += 1
-        row[SENT] = 1 + row[SENT] * 2 ** (-max(0.0, now_s - row[SENT_S]) / _SENT_HALF_LIFE_S)
+        age_s = max(0.0, now_s - row[SENT_S])
+        row[SENT] = 1 + row[SENT] * 2.0 ** (-age_s / _SENT_HALF_LIFE_S)
+        row[FILLED] = kv_tokens + row[FILLED] * 2.0 ** (-age_s / _FILLED_HALF_LIFE_S)
         row[SENT_S] = now_s
         row[KV] += kv_tokens
-        row[DISTINCT] = len(counts)
-        if lora_id is not None and num_slots:
-            self._use(column, lora_id, num_slots)
+        row[CONTEXT] += context_tokens
+        row[DISTINCT] = self.slots.enter(column, lora_id, num_slots)
         return booking
 
     def sent(self, columns: Ints, now_s: float) -> Floats:
         """Requests sent to each column lately, older ones counting for less: half after so many seconds."""
-        age_s = np.maximum(0.0, now_s - self.state[columns, SENT_S])
-        lately: Floats = self.state[columns, SENT] * 2 ** (-age_s / _SENT_HALF_LIFE_S)
-        return lately
+        return _sent(self.state, columns, now_s)  # type: ignore[no-any-return]
 
     def reported(self, column: int, requests: int) -> None:
         """An engine says how many requests it has, as of a moment ago."""
@@ -198,6 +206,12 @@ class LoadBook:
             self.drifts += 1
         row[FOREIGN] = typical if is_drift else 0.0
 
+    def wait_ms(self, column: int, now_s: float) -> float:
+        """What a request sent now would wait for before it is computed: prompts that wait, and a decode step."""
+        row = self.state[column]
+        step = self.speed.factors[column] * step_ms(self.decode.model, row[RUNNING] + row[FOREIGN], row[CONTEXT])
+        return float(queue_ms(row, now_s) + step)
+
     def has_room(
         self, column: int, *, now_s: float, max_queue_ms: float, max_running: int, capacity_tokens: int
     ) -> bool:
@@ -208,15 +222,6 @@ class LoadBook:
         if capacity_tokens and row[KV] >= capacity_tokens:
             return False
         return bool(queue_ms(row, now_s) <= max_queue_ms)
-
-    def flags(self, lora_id: LoraId | None, columns: Ints) -> NDArray[np.uint8]:
-        """RUNS and RECENT of the adapter at each column."""
-        flags = np.zeros(len(self.state), np.uint8)
-        if running := self._running_at.get(lora_id):
-            flags[list(running)] = RUNS
-        if lora_id is not None and (recent := self._recent_at.get(lora_id)):
-            flags[list(recent)] |= RECENT
-        return flags[columns]
 
     def is_current(self, column: int, generation: int) -> bool:
         """Whether the column still belongs to the source it belonged to then."""
@@ -239,63 +244,37 @@ class LoadBook:
         assert (self.queued_tokens >= 0).all(), self.queued_tokens
         assert (self.running >= 0).all(), self.running
         assert (self.kv_tokens >= 0).all(), self.kv_tokens
+        assert (self.state[:, CONTEXT] >= 0).all(), self.state[:, CONTEXT]
         idle = self.running == 0
         assert (self.queued_tokens[idle] == 0).all()
         assert (self.kv_tokens[idle] == 0).all()
-        for column, counts in enumerate(self.adapters):
-            assert all(count > 0 for count in counts.values())
+        assert (self.state[idle, CONTEXT] == 0).all()
+        self.slots.check()
+        for column, counts in enumerate(self.slots.running):
             assert sum(counts.values()) == self.running[column]
             assert len(counts) == self.distinct[column]
-        assert {(c, a) for c, r in enumerate(self._recent) for a in r} == {
-            (c, a) for a, at in self._recent_at.items() for c in at
-        }
-        assert {(c, a) for c, counts in enumerate(self.adapters) for a in counts} == {
-            (c, a) for a, at in self._running_at.items() for c in at
-        }
 
     def _computed(self, column: int, tokens: int, own_ms: float) -> None:
         """A prompt waits no longer."""
         row = self.state[column]
         row[QUEUED] -= tokens
         row[QUEUED_MS] = max(0.0, row[QUEUED_MS] - own_ms) if row[QUEUED] else 0.0
+        row[DONE_MS] += own_ms
 
-    def _end(self, column: int, lora_id: LoraId | None, kv_tokens: int) -> None:
-        counts = self.adapters[column]
-        counts[lora_id] -= 1
-        if not counts[lora_id]:
-            del counts[lora_id]
-            self._leave(column, lora_id)
+    def _end(self, column: int, lora_id: LoraId | None, kv_tokens: int, context_tokens: int) -> None:
         row = self.state[column]
         row[RUNNING] -= 1
         row[KV] -= kv_tokens
-        row[DISTINCT] = len(counts)
-
-    def _leave(self, column: int, lora_id: LoraId | None) -> None:
-        self._running_at[lora_id].discard(column)
-        if not self._running_at[lora_id]:
-            del self._running_at[lora_id]
-
-    def _use(self, column: int, lora_id: LoraId, num_slots: int) -> None:
-        recent = self._recent[column]
-        recent[lora_id] = None
-        recent.move_to_end(lora_id)
-        self._recent_at.setdefault(lora_id, set()).add(column)
-        while len(recent) > num_slots:
-            self._forget_recent(column, next(iter(recent)))
-
-    def _forget_recent(self, column: int, lora_id: LoraId) -> None:
-        del self._recent[column][lora_id]
-        self._recent_at[lora_id].discard(column)
-        if not self._recent_at[lora_id]:
-            del self._recent_at[lora_id]
+        row[CONTEXT] -= context_tokens
+        row[DISTINCT] = self.slots.leave(column, lora_id)
 
 
 class Booking:
     """One request's share of a source, from dispatch to its end. Every method may be called again without effect."""
 
     __slots__ = (
-        "_ahead_ms", "_book", "_column", "_first_s", "_generation", "_kv_tokens", "_lora_id", "_over", "_queued",
-        "_running", "_since_s", "_tokens", "cramped", "own_ms", "timed",
+        "_ahead_ms", "_at_first", "_book", "_column", "_context_tokens", "_first_s", "_generation", "_kv_tokens",
+        "_lora_id", "_over", "_queued", "_running", "_since_s", "_tokens", "cramped", "own_ms", "timed",
     )  # fmt: skip
 
     def __init__(
@@ -305,6 +284,7 @@ class Booking:
         *,
         tokens: int,
         kv_tokens: int,
+        context_tokens: int,
         lora_id: LoraId | None,
         now_s: float,
         over: int,
@@ -314,6 +294,7 @@ class Booking:
         self._generation = book.generation(column)
         self._tokens = tokens
         self._kv_tokens = kv_tokens
+        self._context_tokens = context_tokens
         self._lora_id = lora_id
         self._since_s = now_s
         #: adapters too many for the slots, this one's included
@@ -325,6 +306,8 @@ class Booking:
         self._queued = True
         self._running = True
         self._first_s: float | None = None
+        #: the column's state when the first token came
+        self._at_first: Floats | None = None
         #: the first byte shows when the first token was there; not so for an answer that comes whole
         self.timed = True
         #: it may have to wait for memory, which says nothing of speed
@@ -347,7 +330,10 @@ class Booking:
             return
         book._computed(column, self._tokens, self.own_ms)
         book.state[column, PROGRESS_S] = now_s
-        if not self.timed or self.cramped:
+        if not self.timed:
+            return
+        self._at_first = book.state[column].copy()
+        if self.cramped:
             return
         took_ms = (now_s - self._since_s) * 1000
         if self._over:
@@ -356,8 +342,8 @@ class Booking:
         else:
             book.speed.observe(column, tokens=self._tokens, ahead_ms=self._ahead_ms, took_ms=took_ms)
 
-    def finish(self, *, now_s: float | None = None) -> None:
-        """The request is over, however it ended; `now_s` where it ended well."""
+    def finish(self, *, now_s: float | None = None, output_tokens: int = 0) -> None:
+        """The request is over, however it ended; `now_s` where it ended well, with so many tokens."""
         if not self._running:
             return
         self._running = False
@@ -369,7 +355,22 @@ class Booking:
             book._computed(column, self._tokens, self.own_ms)
         elif now_s is not None and self.timed and self._first_s is not None:
             book.request_ms = _average(book.request_ms, (now_s - self._first_s) * 1000)
-        book._end(column, self._lora_id, self._kv_tokens)
+            self._tell_decode((now_s - self._first_s) * 1000, output_tokens)
+        book._end(column, self._lora_id, self._kv_tokens, self._context_tokens)
+
+    def _tell_decode(self, took_ms: float, output_tokens: int) -> None:
+        """A stream has taken so long from its first token to its last: decode steps, and others' prompts between."""
+        if output_tokens < MIN_TOKENS or self._at_first is None:
+            return
+        book, column = self._book, self._column
+        before, after = self._at_first, book.state[column]
+        took_ms -= after[DONE_MS] - before[DONE_MS]
+        requests = (before[RUNNING] + after[RUNNING]) / 2
+        book.decode.observe(
+            requests=requests,
+            context_tokens=(before[CONTEXT] + after[CONTEXT]) / 2,
+            took_ms=took_ms / (output_tokens - 1) / book.speed.factors[column],
+        )
 
 
 def _average(now: float, sample: float, *, gain: float = _GAIN) -> float:

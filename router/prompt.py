@@ -48,7 +48,7 @@ class PromptHasher:
         body = pack_bigrams(packed) if self._bigram else packed
         end = num_pages * self._page_bytes
         step = self._chunk_pages * self._page_bytes
-        key = xxh3_128_digest(repr(namespace).encode(), self._seed)
+        key = xxh3_128_digest(namespace.key, self._seed)
         known: list[bytes] = []
         digest: bytes | None = None
         start = 0

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from router.attestation import Attestor, HashForm
 from router.effects import Effect, Subscribe, Unsubscribe
+from router.holders import Holders, Target, WorkerRecord
 from router.ids import Incarnation, LoraId, SourceId, WorkerId
 from router.ingest import EventIngest
 from router.load import LoadBook
@@ -18,33 +18,9 @@ from router.reports import AdapterState, TableView, WorkerReport, WorkerState
 
 MAX_RESERVED_BLOCKS = 1 << 22
 """Beyond this, room is made as blocks come: what caches could hold needn't be distinct, nor ever be there."""
+MAX_HOLDERS = 1024
+"""Adapters whose holders are remembered, the base model being one."""
 _UNKNOWN = HashForm(0)
-
-
-@dataclass(slots=True)
-class WorkerRecord:
-    """A worker's latest report and its sources, in the order of its ranks."""
-
-    report: WorkerReport
-    sources: tuple[SourceId, ...] = ()
-    form: HashForm = _UNKNOWN
-    #: adapters that its engine holds now
-    adapters: dict[str, LoraId] = field(default_factory=dict)
-    #: unheard for a while: asked last, and nothing is predicted for it
-    silent: bool = False
-    #: it fails or stands still: asked last until a probe finds it well
-    suspended: bool = False
-    #: requests in a batch of one rank, as its engine says; 0 where unknown
-    max_running: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A source that requests may go to."""
-
-    record: WorkerRecord
-    source: SourceId
-    column: int
 
 
 class Roster:
@@ -62,6 +38,8 @@ class Roster:
         self.restarts: Counter[WorkerId] = Counter()
         #: all and only sources of ready workers, in the order of workers; silent and suspended ones only where all are
         self.routable: list[Target] = []
+        #: those of them that hold an adapter, as asked for since anything of this changed
+        self._holders: dict[str | None, Holders] = {}
         #: all and only loaded adapters of the table copy
         self._loaded: dict[tuple[WorkerId, Incarnation], dict[str, LoraId]] = {}
 
@@ -74,9 +52,9 @@ class Roster:
             self.restarts[report.worker_id] += 1
             record = None
         if record is None:
-            record = self.workers[report.worker_id] = WorkerRecord(report)
+            record = self.workers[report.worker_id] = WorkerRecord(report, _UNKNOWN, {})
             self._expect(record)
-        changed = record.report.state != report.state or record.silent
+        changed = record.silent or _limits(record.report) != _limits(report)
         record.report, record.silent = report, False
         if not record.sources and report.ranks:
             effects += self._add_sources(record)
@@ -135,8 +113,26 @@ class Roster:
             self._expect(record)
         return True
 
+    def lose_adapter(self, worker_id: WorkerId, adapter: str) -> None:
+        """A worker's engine doesn't hold the adapter, whatever the table says; the next copy decides."""
+        record = self.workers.get(worker_id)
+        if record is not None:
+            record.adapters = {name: lora_id for name, lora_id in record.adapters.items() if name != adapter}
+            self._holders.pop(adapter, None)
+
+    def holders(self, adapter: str | None) -> Holders:
+        """Sources that requests for the adapter may go to; all for the base model."""
+        found = self._holders.get(adapter)
+        if found is None:
+            if len(self._holders) >= MAX_HOLDERS:
+                self._holders.clear()
+            found = self._holders[adapter] = Holders.of(self.routable, adapter)
+        return found
+
     def check(self) -> None:
         """Invariants; for tests."""
+        for adapter, found in self._holders.items():
+            assert found.targets == Holders.of(self.routable, adapter).targets, adapter
         columns = [self._ingest.column(source) for record in self.workers.values() for source in record.sources]
         assert len(set(columns)) == len(columns)
         assert {target.source for target in self.routable} <= {s for r in self.workers.values() for s in r.sources}
@@ -159,6 +155,7 @@ class Roster:
     def _expect(self, record: WorkerRecord) -> None:
         """Take from the table what the worker's engine holds."""
         report = record.report
+        self._holders.clear()
         record.adapters = self._loaded.get((report.worker_id, report.incarnation), {})
         for source in record.sources:
             if (attestor := self._ingest.attestor(source)) is not None:
@@ -168,11 +165,17 @@ class Roster:
         ready = [record for record in self.workers.values() if record.report.state is WorkerState.READY]
         heard = [record for record in ready if not record.silent]
         well = [record for record in heard if not record.suspended]
+        self._holders.clear()
         self.routable = [
             Target(record, source, self._ingest.column(source))
             for record in well or heard or ready  # nobody is: the fault may be ours
             for source in record.sources
         ]
+
+
+def _limits(report: WorkerReport) -> tuple[WorkerState, int, int]:
+    """All of a report that holders are made of, but for what never changes in a life."""
+    return report.state, report.max_loras_per_batch, report.max_total_tokens
 
 
 def _capacity_blocks(record: WorkerRecord) -> int:

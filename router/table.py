@@ -6,7 +6,7 @@ up to 64 columns, so at most 16 / (MAX_LOAD / 2) bytes a block right after a dou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -185,14 +185,10 @@ def _slots_for(num_blocks: int) -> int:
     return slots
 
 
-def new_walk(columns: Iterable[int], num_words: int) -> Hashes:
+def new_walk(columns: Sequence[int] | NDArray[np.int64], num_words: int) -> Hashes:
     """The walk that starts with `columns` alive, each at depth 0."""
-    alive = 0
-    for column in columns:
-        alive |= 1 << column
     walk = np.zeros(num_words * (1 + _COLUMNS_PER_WORD) + 1, np.uint64)
-    for word in range(num_words):
-        walk[word] = (alive >> (word * _COLUMNS_PER_WORD)) & _WORD
+    kernels.enliven(walk, np.asarray(columns, np.int64))
     return walk
 
 

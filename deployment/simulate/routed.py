@@ -59,7 +59,7 @@ class Routed:
 
     def ended(self, flight: Flight, now_s: float) -> None:
         """See Policy."""
-        self._booking(flight).finish(now_s=now_s)
+        self._booking(flight).finish(now_s=now_s, output_tokens=flight.call.num_output)
         if flight.ended_s is not None:
             self.core.load.learn_output(flight.call.num_output)
 

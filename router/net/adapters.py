@@ -104,7 +104,7 @@ class AdapterGate:
         if decision.adapter is None:
             return
         self._uses[decision.adapter] += 1
-        if self._core.wants_more(decision):
+        if self._core.wants_more(decision, now_s=time.monotonic()):
             self._ask(decision.adapter, more=True)
 
     def gone(self, decision: Decision) -> None:
@@ -140,7 +140,7 @@ class AdapterGate:
             return
         self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if now_s - at_s < 2 * _ASK_S}
         self._asked_s[name, more] = now_s
-        preferred = self._core.preferences(name)
+        preferred = self._core.preferences(name, now_s=now_s)
         task = asyncio.ensure_future(
             self._call(self._table.want(name, preferred, max(1, self.waiting[name]), more=more))
         )

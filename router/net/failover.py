@@ -14,9 +14,9 @@ from router.core import RouterCore
 from router.decision import Decision, RouteRequest
 from router.hashing import pack_tokens
 from router.health import Failures, RetryBudget, stall_limit_s
+from router.holders import WorkerRecord
 from router.ids import Incarnation, SourceId, WorkerId
 from router.net.engine_probe import ProbeError
-from router.roster import WorkerRecord
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
+import numpy as np
 import zmq.asyncio
 
 from router.effects import Effect, Subscribe, Unsubscribe
@@ -22,7 +23,7 @@ from router.load import LoadBook
 from router.net.lifewatch import LifeWatch
 from router.net.snapshots import fetch_snapshot
 from router.net.subscriber import EventSubscriber, NoSnapshotError
-from router.predict import Place, Predictor
+from router.predict import Place, Predictor, grouped
 from router.reports import AdapterState, Holding, RankReport, TableView, WorkerReport, WorkerState
 from router.roster import Roster
 
@@ -155,9 +156,13 @@ class Indexer:
             lora_id = None if query.adapter is None else adapters[query.adapter]
             asked.append((entry, Place(self.ingest.column(entry.source), attestor.form, lora_id)))
         found = self._predictor.cached_tokens(
-            packed, [place for _, place in asked], extra_key=query.extra_key, cache_salt=query.cache_salt
+            packed,
+            grouped([place for _, place in asked]),
+            np.ones(len(asked), bool),
+            extra_key=query.extra_key,
+            cache_salt=query.cache_salt,
         )
-        cached = {id(entry): tokens or 0 for (entry, _), tokens in zip(asked, found, strict=True)}
+        cached = {id(entry): max(0, tokens) for (entry, _), tokens in zip(asked, found.tolist(), strict=True)}
         workers: dict[str, Any] = {}
         for entry in entries:
             state = self._state(entry)

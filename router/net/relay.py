@@ -159,7 +159,9 @@ class Relay:
             error = UpstreamError(f"worker {decision.source.worker_id} failed while answering")
             await response.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
         else:
-            booking.finish(now_s=time.monotonic())
+            booking.finish(
+                now_s=time.monotonic(), output_tokens=events.usage.completion_tokens if events.usage is not None else 0
+            )
         await response.write_eof()
         self._account(outgoing, decision, status, ttft_s, events.usage)
         return response

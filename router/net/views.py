@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.choice import LoggedCandidate
 from router.core import RouterCore
-from router.decision import Candidate, RouteRequest
+from router.decision import RouteRequest
+from router.decode import DecodeBook
 from router.ids import SourceId
 from router.reports import AdapterState
 
@@ -59,6 +61,7 @@ def status(core: RouterCore) -> dict[str, Any]:
             "request_ms": round(core.load.request_ms, 1),
             "output_tokens": round(core.load.output_tokens, 1),
             "adapter_load_ms": round(core.load.adapter_load_ms, 1),
+            "decode_step": _decode(core.load.decode),
         },
         "index_bytes": core.ingest.index.size_bytes,
     }
@@ -77,14 +80,25 @@ def explanation(core: RouterCore, wanted: RouteRequest) -> dict[str, Any]:
     }
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
+def _decode(decode: DecodeBook) -> dict[str, float]:
+    base_ms, request_ms, context_token_ms = decode.model.tolist()
     return {
-        "worker": candidate.source.worker_id,
-        "dp_rank": candidate.source.dp_rank,
+        "ms": round(base_ms, 2),
+        "ms_per_request": round(request_ms, 3),
+        "ms_per_1000_context_tokens": round(context_token_ms * 1000, 3),
+        "samples": decode.num_samples,
+    }
+
+
+def _candidate(candidate: LoggedCandidate) -> dict[str, Any]:
+    return {
+        "worker": candidate.worker,
+        "dp_rank": candidate.dp_rank,
         "state": candidate.state,
         "predicted_cached_tokens": candidate.predicted_cached_tokens,
-        "cost_ms": candidate.cost_ms,
-        "terms_ms": candidate.terms,
+        "left_out": candidate.left_out,
+        "cost_ms": round(candidate.cost_ms, 3),
+        "terms_ms": {name: round(ms, 3) for name, ms in candidate.terms_ms.items()},
     }
 
 

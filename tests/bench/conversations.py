@@ -1,14 +1,16 @@
 """Conversations on two real engines: ours against round robin, in one run. Prints JSON.
 
-    python -m tests.bench.conversations
+    python -m tests.bench.conversations [--cache-tokens N]
 
-Sixteen conversations of six turns over three adapters, four clients at a time, the two-layer test model on the CPU.
-Each policy starts with empty caches and gets the same conversations; round robin asks the engines in turn, past the
-router.
+Sixteen conversations of six turns over three adapters, all under way at once, four requests at a time, on the CPU with
+the two-layer test model. Each policy starts with empty caches and gets the same conversations; round robin asks the
+engines in turn, past the router. By default the two caches together hold all conversations once, with room to spare,
+but not twice: what engines are sized for. In caches without end, engines in turn compute everything twice at most.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import threading
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
+from queue import Queue
 from typing import Any, Final
 
 import httpx
@@ -38,9 +41,12 @@ ADAPTERS: Final = {
 CONVERSATIONS: Final = 16
 TURNS: Final = 6
 CLIENTS: Final = 4
-CACHE_TOKENS: Final = 32_768
+CACHE_TOKENS: Final = 8192
 CONTEXT: Final = 2048
 WORDS: Final = ("river", "stone", "light", "garden", "winter", "music", "paper", "bridge", "cloud", "silver")
+
+Place = Callable[[], tuple[str, str, str]]
+"""Where the next request goes: worker's name where it is known, URL, and the engine's key where one is needed."""
 
 
 @dataclass
@@ -69,24 +75,29 @@ def _words(rng: random.Random, num: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(num))
 
 
-def _converse(which: int, place: Callable[[], tuple[str, str, str]], tally: Tally) -> None:
-    """One conversation from its first turn to its last."""
-    rng = random.Random(which)
-    model = list(ADAPTERS)[which % len(ADAPTERS)]
-    messages = [{"role": "system", "content": "You are brief. " + _words(random.Random(100 + which % 3), 12)}]
-    for _ in range(TURNS):
-        messages.append({"role": "user", "content": _words(rng, 10)})
+class Conversation:
+    """One of them, turn by turn; its adapter and words are its number's."""
+
+    def __init__(self, number: int) -> None:
+        self._rng = random.Random(number)
+        self._model = list(ADAPTERS)[number % len(ADAPTERS)]
+        system = "You are brief. " + _words(random.Random(100 + number % 3), 12)
+        self._messages = [{"role": "system", "content": system}]
+
+    def turn(self, place: Place, tally: Tally) -> None:
+        """Ask, and remember the answer."""
+        self._messages.append({"role": "user", "content": _words(self._rng, 10)})
         worker, url, key = place()
         body = {
-            "model": f"{SERVED}:{model}",
-            "messages": messages,
+            "model": f"{SERVED}:{self._model}",
+            "messages": self._messages,
             "max_tokens": 16,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         started_s, first_s, text, usage = time.monotonic(), 0.0, "", {}
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx.stream("POST", url + CHAT, json=body, headers=headers, timeout=300) as answer:
             assert answer.status_code == 200, answer.read()
             worker = answer.headers.get("x-loray-worker", worker)
@@ -97,7 +108,7 @@ def _converse(which: int, place: Callable[[], tuple[str, str, str]], tally: Tall
                 event = json.loads(line.removeprefix("data: "))
                 usage = event.get("usage") or usage
                 text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-        messages.append({"role": "assistant", "content": text})
+        self._messages.append({"role": "assistant", "content": text})
         with tally.lock:
             tally.ttft_s.append(first_s)
             tally.prompt_tokens += usage["prompt_tokens"]
@@ -105,18 +116,29 @@ def _converse(which: int, place: Callable[[], tuple[str, str, str]], tally: Tall
             tally.by_worker[worker] += 1
 
 
-def _run(place: Callable[[], tuple[str, str, str]]) -> dict[str, Any]:
+def _run(place: Place) -> dict[str, Any]:
+    """Clients take turns among the conversations: whoever has been answered comes last."""
     tally = Tally()
+    waiting: Queue[Conversation] = Queue()
+    for number in range(CONVERSATIONS):
+        waiting.put(Conversation(number))
+
+    def client() -> None:
+        for _ in range(CONVERSATIONS * TURNS // CLIENTS):
+            conversation = waiting.get()
+            conversation.turn(place, tally)
+            waiting.put(conversation)
+
     with ThreadPoolExecutor(CLIENTS) as pool:
-        for one in [pool.submit(_converse, which, place, tally) for which in range(CONVERSATIONS)]:
+        for one in [pool.submit(client) for _ in range(CLIENTS)]:
             one.result()
     return tally.figures()
 
 
-def measure() -> dict[str, Any]:
+def measure(*, cache_tokens: int = CACHE_TOKENS) -> dict[str, Any]:
     """Both policies, one after the other, and their ratios."""
     ensure(MODEL, tiny.build)
-    fleet = LocalFleet(MODEL, num_workers=2, adapters=ADAPTERS, cache_tokens=CACHE_TOKENS, context=CONTEXT)
+    fleet = LocalFleet(MODEL, num_workers=2, adapters=ADAPTERS, cache_tokens=cache_tokens, context=CONTEXT)
     fleet.start()
     try:
         engines = [(worker, fleet.engine_url(worker), ENGINE_KEY) for worker in map(WorkerId, ("w0", "w1"))]
@@ -137,8 +159,21 @@ def measure() -> dict[str, Any]:
     ratios = {
         name: round(ours[name] / plain[name], 3) for name in ("ttft_ms_mean", "ttft_ms_p90", "computed_prefill_tokens")
     }
-    return {"conversations": CONVERSATIONS, "turns": TURNS, **found, "ours_to_round_robin": ratios}
+    return {
+        "conversations": CONVERSATIONS,
+        "turns": TURNS,
+        "cache_tokens": cache_tokens,
+        **found,
+        "ours_to_round_robin": ratios,
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS, metavar="N", help="of each engine")
+    print(json.dumps(measure(cache_tokens=parser.parse_args().cache_tokens), indent=2))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))
+    main()

@@ -112,6 +112,7 @@ def test_unloading_refuses_new_requests_lets_the_running_one_finish_and_is_final
 ) -> None:
     body = {"model": NAME, "prompt": noise(random.Random(4), 30), "max_tokens": 300, "temperature": 0, "stream": True}
     body["ignore_eos"] = True
+    short = {**body, "stream": False, "max_tokens": 1}
     with (
         httpx.Client(base_url=fleet.url, timeout=SETTLE_S) as other,
         other.stream("POST", COMPLETIONS, json=body) as stream,
@@ -121,7 +122,7 @@ def test_unloading_refuses_new_requests_lets_the_running_one_finish_and_is_final
         next(lines)
         unloading = pool.submit(unload, other, NAME)
         refused = poll(
-            lambda: (a := client.post(COMPLETIONS, json={**body, "stream": False})).status_code == 404 and a,
+            lambda: (a := client.post(COMPLETIONS, json=short)).status_code == 404 and a,
             what="new requests are refused",
         )
         assert refused.json()["error"]["code"] == "model_not_found"

@@ -99,7 +99,7 @@ class Fleet:
     def predicted(self, asked: RouteRequest | None = None) -> dict[str, int | None]:
         """Predicted tokens by worker, or by worker/rank past rank 0."""
         candidates = self.core.explain(asked or request())
-        names = [c.source.worker_id + f"/r{c.source.dp_rank}" * (c.source.dp_rank > 0) for c in candidates]
+        names = [c.worker + f"/r{c.dp_rank}" * (c.dp_rank > 0) for c in candidates]
         return dict(sorted(zip(names, [c.predicted_cached_tokens for c in candidates], strict=True)))
 
     def choose(self, asked: RouteRequest | None = None) -> tuple[str, Reason]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import msgspec
@@ -11,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.choice import MAX_SHARE_MS, LoggedCandidate, LoggedDecision, choose, left_out, replay
-from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE, TERMS, Costs, CostWeights
+from router.choice import MAX_SHARE_MS, LoggedDecision, choose, left_out, replay
+from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE, CostWeights
+from router.predict import UNKNOWN
 from tests.router.decision_history import History
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -28,10 +28,22 @@ SPLITMIX64_SEED = 1234567
 
 
 def chosen(
-    costs: list[float], running: list[float], out: list[bool] | None = None, *, seed: int = 0, number: int = 0
+    costs: list[float],
+    running: list[float],
+    out: list[bool] | None = None,
+    *,
+    cached: list[int] | None = None,
+    seed: int = 0,
+    number: int = 0,
 ) -> int:
-    left_out = np.array(out or [False] * len(costs))
-    return choose(np.array(costs), np.array(running), left_out, seed=seed, number=number)
+    return choose(
+        np.array(costs, float),
+        np.array(running, float),
+        np.array(cached or [0] * len(costs)),
+        np.array(out or [False] * len(costs)),
+        seed=seed,
+        number=number,
+    )
 
 
 def lots(num_equal: int, seed: int, numbers: range) -> list[int]:
@@ -55,7 +67,7 @@ def lots(num_equal: int, seed: int, numbers: range) -> list[int]:
 def test_left_out_is_who_stands_idle_while_others_are_sent_what_anybody_could_answer(
     cached: list[int], running: list[float], sent: list[float], out: list[bool]
 ) -> None:
-    assert left_out(np.array(cached), np.array(running), np.array(sent, float)).tolist() == out
+    assert left_out(np.array(cached), np.array(running, float), np.array(sent, float)).tolist() == out
 
 
 def test_who_was_left_out_is_taken_as_long_as_that_costs_little() -> None:
@@ -84,6 +96,21 @@ def test_least_cost_then_the_fewest_running_of_those_as_near(
     costs: list[float], running: list[float], index: int
 ) -> None:
     assert {chosen(costs, running, seed=seed, number=3) for seed in range(50)} == {index}
+
+
+@pytest.mark.parametrize(
+    ("costs", "running", "cached", "index"),
+    [
+        ([3.0, 3.0, 3.0], [0, 0, 0], [16, 32, 0], 1),
+        ([3.0, 3.2, 3.0], [0, 0, 0], [16, 32, 0], 1),  # cheaper by less than an estimate tells
+        ([3.0, 3.0, 3.0], [0, 1, 0], [16, 32, 0], 0),
+        ([3.0, 3.0, 4.0], [0, 0, 0], [16, UNKNOWN, 32], 0),
+    ],
+)
+def test_of_equals_whoever_has_most_of_it(
+    costs: list[float], running: list[float], cached: list[int], index: int
+) -> None:
+    assert {chosen(costs, running, cached=cached, seed=seed) for seed in range(20)} == {index}
 
 
 CANDIDATES = st.lists(
@@ -140,7 +167,7 @@ def test_routers_with_other_seeds_draw_other_lots(seed: int, other: int) -> None
 # -- replay ------------------------------------------------------------------------------------------------------
 
 WEIGHTS = st.sampled_from(
-    [CostWeights(), CostWeights(decode_ms_per_request=NEAR_TIE_MS), CostWeights(decode_ms_per_request=0.1)]
+    [CostWeights(), CostWeights(decode_step_ms=100 * NEAR_TIE_MS), CostWeights(decode_step_ms=0.1)]
 )
 
 
@@ -180,7 +207,8 @@ def recorded(seed: int, num_steps: int) -> tuple[list[LoggedDecision], int]:
 def decided(entry: LoggedDecision, seed: int) -> int:
     totals = [sum(one.terms_ms.values()) for one in entry.candidates]
     running, out = ([getattr(one, name) for one in entry.candidates] for name in ("running", "left_out"))
-    return chosen(totals, running, out, seed=seed, number=entry.number)
+    cached = [UNKNOWN if (n := one.predicted_cached_tokens) is None else n for one in entry.candidates]
+    return chosen(totals, running, out, cached=cached, seed=seed, number=entry.number)
 
 
 def test_another_choice_in_the_log_is_found_by_its_number() -> None:
@@ -224,35 +252,12 @@ def test_a_log_is_that_of_its_seed() -> None:
     assert 0 < len(others) < len(log)
 
 
-def test_costs_are_added_up_as_they_were_where_a_rounding_decides() -> None:
-    """The sum that Python has had since 3.12 rounds otherwise."""
-    rng = random.Random(0)
-    terms = np.zeros((len(TERMS), 2))
-    terms[TERMS.index("decode"), 1] = NEAR_TIE_MS
-    for number in range(5000):
-        terms[TERMS.index("prefill")] = prefill_ms = rng.uniform(1.0, 40.0)
-        terms[TERMS.index("others")] = prefill_ms / 4
-        costs, running = Costs(terms.copy()), (1.0, 0.0)
-        entry = LoggedDecision(
-            number=number,
-            at_s=0.0,
-            adapter=None,
-            prompt_tokens=100,
-            reason="least-loaded",
-            chosen=choose(costs.total, np.array(running), np.zeros(2, bool), seed=1, number=number),
-            candidates=[
-                LoggedCandidate(
-                    worker=f"w{i}",
-                    dp_rank=0,
-                    state="exact",
-                    predicted_cached_tokens=0,
-                    running=running[i],
-                    terms_ms=costs.row(i),
-                )
-                for i in range(2)
-            ],
-        )
-        assert replay([entry], seed=1) == []
+def test_costs_are_told_to_the_last_bit() -> None:
+    """Where a rounding decides, too: the sum that Python has had since 3.12 rounds otherwise."""
+    history = History(0, CostWeights())
+    history.go_on(400)
+    for made in history.core._recent:
+        assert [one.cost_ms for one in made.logged().candidates] == made.found.costs.total.tolist()
 
 
 def test_an_empty_log_has_no_others() -> None:

@@ -136,7 +136,7 @@ class Eligibility(RuleBasedStateMachine):
         for adapter in (None, *ADAPTERS):
             allowed = self.allowed(adapter)
             found = self.core.explain(request(LONG, adapter=adapter)) if allowed else []
-            assert sorted(candidate.source.worker_id for candidate in found) == sorted(allowed)
+            assert sorted(candidate.worker for candidate in found) == sorted(allowed)
         assert {record.report.worker_id for record in self.core.ready_workers()} == self.allowed(None)
         self.core.check()
 

@@ -67,7 +67,7 @@ CASES = st.builds(
         CostWeights,
         prefill_tokens_per_s=st.floats(100.0, 1e6),
         overhead_ms=st.floats(0.1, 500.0),
-        decode_ms_per_request=TERM_MS,
+        decode_step_ms=st.floats(0.1, 1e4),
         slot_wait_ms=TERM_MS,
         adapter_swap_ms=TERM_MS,
         others_share=st.floats(0.0, 2.0),
@@ -87,6 +87,7 @@ def book_of(weights: CostWeights) -> LoadBook:
     book = LoadBook(
         prefill_tokens_per_s=weights.prefill_tokens_per_s,
         overhead_ms=weights.overhead_ms,
+        decode_step_ms=weights.decode_step_ms,
         slot_wait_ms=weights.slot_wait_ms,
         request_ms=weights.request_ms,
     )
@@ -122,7 +123,8 @@ def ask(
         np.array(columns),
         Demand(
             now_s=now_s,
-            uncached_tokens=np.array([float(case.uncached[column]) for column in columns]),
+            num_tokens=max(case.uncached),
+            cached_tokens=np.array([max(case.uncached) - case.uncached[column] for column in columns]),
             output_tokens=case.output_tokens,
             lora_ids=[case.lora_id for _ in columns],
             num_slots=np.array([case.num_slots[column] for column in columns]),
@@ -183,7 +185,7 @@ def test_a_booking_of_another_adapter_never_lowers_a_cost(case: Case, load: Load
 )
 def test_a_booking_at_any_time_never_lowers_a_cost(prompts: list[tuple[int, int]], at: int) -> None:
     """Prompts as tokens, and ms until the next."""
-    weights = CostWeights(prefill_tokens_per_s=1000.0, overhead_ms=0.001, decode_ms_per_request=0.0)
+    weights = CostWeights(prefill_tokens_per_s=1000.0, overhead_ms=0.001, decode_step_ms=1e-6)
 
     def cost(skipped: int | None) -> float:
         book, now_s = book_of(weights), 0.0
@@ -280,6 +282,19 @@ def test_computing_costs_its_time_and_a_share_for_those_after() -> None:
     }
 
 
+@pytest.mark.parametrize(("waited_s", "times"), [(0.0, 2.0), (120.0, 1.0), (240.0, 0.5)])
+def test_others_lose_more_where_the_cache_was_filled_more_often_lately(waited_s: float, times: float) -> None:
+    loads = (booked(1, kv_tokens=1500), booked(1, kv_tokens=500), booked(2, kv_tokens=2000))
+    case = replace(
+        IDLE, loads=loads, waited_s=waited_s, capacity=(1000.0, 1000.0, np.inf), uncached=(1024,) * NUM_COLUMNS
+    )
+    empty, filled, endless = terms(case)["others"]
+    assert empty == endless > 0
+    assert filled == pytest.approx(empty * (1 + times), rel=0.02)
+    empty, filled, endless = terms(replace(case, uncached=(16,) * NUM_COLUMNS))["others"]
+    assert empty == filled == endless > 0, "a short prompt stores next to nothing"
+
+
 def test_slower_source_takes_longer() -> None:
     book = book_of(WEIGHTS)
     for took_ms in [1000.0, 3000.0] * 20:
@@ -296,13 +311,22 @@ def test_booked_prompts_are_waited_for_less_what_was_computed_meanwhile(waited_s
     loads = booked(1, tokens=1024), booked(1, tokens=2048)
     assert terms(replace(IDLE, loads=loads, waited_s=waited_s)) == {
         "queue": pytest.approx([0, queue_ms, 0], abs=0.01),
-        "decode": [0, 4, 0],
+        "decode": pytest.approx([0, 10.2, 0]),
     }
 
 
-def test_each_running_request_costs_a_part_of_a_step() -> None:
+def test_a_step_of_the_running_requests_comes_first() -> None:
     loads = [replace(booked(column, tokens=9), answered=True) for column in (0, 2, 2)]
-    assert terms(replace(IDLE, loads=tuple(loads))) == {"decode": [2, 0, 4]}
+    assert terms(replace(IDLE, loads=tuple(loads))) == {"decode": pytest.approx([10.1, 0, 10.2])}
+
+
+def test_a_step_is_longer_with_longer_contexts_and_at_a_slower_source() -> None:
+    book = book_of(WEIGHTS)
+    book.book(0, tokens=0, context_tokens=100_000, lora_id=None, now_s=0.0)
+    book.book(1, tokens=0, context_tokens=300_000, lora_id=None, now_s=0.0)
+    book.book(2, tokens=0, context_tokens=100_000, lora_id=None, now_s=0.0)
+    book.speed.factors[2] = 2.0
+    assert ask(IDLE, book, 0.0)[1]["decode"] == pytest.approx([20.1, 40.1, 40.2])
 
 
 @pytest.mark.parametrize(
@@ -373,7 +397,8 @@ def test_each_candidate_is_asked_for_what_it_calls_the_adapter() -> None:
         numbers = np.ones(len(lora_ids))
         demand = Demand(
             now_s=0.0,
-            uncached_tokens=numbers,
+            num_tokens=1,
+            cached_tokens=np.zeros(len(lora_ids), np.int64),
             output_tokens=1.0,
             lora_ids=lora_ids,
             num_slots=np.ones(len(lora_ids), np.int64),
@@ -389,4 +414,4 @@ def test_each_candidate_is_asked_for_what_it_calls_the_adapter() -> None:
 def test_terms_that_are_zero_are_not_told() -> None:
     book, now_s = loaded(replace(IDLE, loads=(booked(1),)))
     costs, _ = ask(IDLE, book, now_s)
-    assert [costs.row(i) for i in range(NUM_COLUMNS)] == [{}, {"decode": 2.0}, {}]
+    assert [costs.row(i) for i in range(NUM_COLUMNS)] == [{}, {"decode": pytest.approx(10.1)}, {}]

@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from router.decode import MIN_TOKENS, step_ms
 from router.ids import LoraId
-from router.load import MIN_QUEUE_SHARE, RECENT, RUNS, Booking, LoadBook, queue_ms
+from router.load import MIN_QUEUE_SHARE, Booking, LoadBook, queue_ms
+from router.slots import RECENT, RUNS
 
 A, B, C = LoraId("a" * 32), LoraId("b" * 32), LoraId("c" * 32)
 LORA_IDS = (None, A, B, C)
@@ -31,7 +33,7 @@ def booked(book: LoadBook, column: int = 0) -> tuple[float, float, float, float,
 
 
 def flags(book: LoadBook, lora_id: LoraId | None) -> list[int]:
-    return [int(flag) for flag in book.flags(lora_id, np.arange(len(book.running)))]
+    return [int(flag) for flag in book.slots.flags(lora_id, np.arange(len(book.running)))]
 
 
 AT_REST = (0.0,) * 5
@@ -139,7 +141,7 @@ class OpenBookings(RuleBasedStateMachine):
                 len(set(lora_ids)),
             )
             assert booked(self.book, column) == expected
-            assert self.book.adapters[column] == {lora_id: lora_ids.count(lora_id) for lora_id in lora_ids}
+            assert self.book.slots.running[column] == {lora_id: lora_ids.count(lora_id) for lora_id in lora_ids}
             left_ms = queue_ms(self.book.state[column], self.now_s)
             assert self.book.queued_ms[column] * MIN_QUEUE_SHARE <= left_ms <= self.book.queued_ms[column]
         self.book.check()
@@ -164,7 +166,7 @@ class OpenBookings(RuleBasedStateMachine):
         assert [booked(self.book, column) for column in range(len(self.book.running))] == [AT_REST] * len(
             self.book.running
         )
-        assert not any(self.book.adapters)
+        assert not any(self.book.slots.running)
         self.book.check()
 
 
@@ -188,7 +190,7 @@ def test_bookings_of_a_source_that_is_gone_are_void() -> None:
     old.first_token(now_s=9.0)
     old.finish(now_s=10.0)
     assert (booked(book), book.speed.log_ms.tolist(), book.request_ms) == before
-    assert book.adapters[0] == {A: 1}
+    assert book.slots.running[0] == {A: 1}
     new.finish()
     assert booked(book) == AT_REST
     book.check()
@@ -207,7 +209,7 @@ def test_ending_twice_or_after_the_end_changes_nothing() -> None:
         booking.first_token(now_s=60.0)
     assert booked(book) == pytest.approx(before)
     assert (book.speed.log_ms.tolist(), book.request_ms) == learned
-    assert book.adapters[0] == {A: 1}
+    assert book.slots.running[0] == {A: 1}
     other.finish()
     assert booked(book) == AT_REST
     book.check()
@@ -337,6 +339,29 @@ def test_duration_is_learned_of_requests_that_end_well_and_stream() -> None:
     assert seen == pytest.approx([5000, 5000, 5000 + GAIN * (3000 - 5000)])
 
 
+def test_decode_steps_are_learned_of_streams_less_the_prompts_computed_meanwhile() -> None:
+    book = book_of()
+    for n in range(8):
+        stream = book.book(0, tokens=100, context_tokens=1000, lora_id=None, now_s=10.0 * n)
+        stream.first_token(now_s=10.0 * n)
+        other = book.book(0, tokens=2000, lora_id=None, now_s=10.0 * n)
+        other.first_token(now_s=10.0 * n + 2)
+        other.finish(now_s=10.0 * n + 2)
+        stream.finish(now_s=10.0 * n + 2.5 + other.own_ms / 1000, output_tokens=101)
+    assert book.decode.num_samples == 8
+    assert step_ms(book.decode.model, 1, 1000) == pytest.approx(25.0, rel=0.05)
+
+
+@pytest.mark.parametrize("how", ["short", "untimed", "broken"])
+def test_no_decode_step_is_learned_of_what_does_not_tell(how: str) -> None:
+    book = book_of()
+    booking = book.book(0, tokens=100, lora_id=None, now_s=0.0)
+    booking.timed = how != "untimed"
+    booking.first_token(now_s=1.0)
+    booking.finish(now_s=None if how == "broken" else 2.0, output_tokens=MIN_TOKENS - (how == "short"))
+    assert book.decode.num_samples == 0
+
+
 def test_output_is_followed_slowly_and_no_single_one_counts_for_much() -> None:
     book = book_of()
     book.learn_output(1_000_000)
@@ -360,7 +385,7 @@ def test_the_last_adapters_that_slots_hold_are_recent() -> None:
         B: [0, RUNS | RECENT],
         C: [RECENT, 0],
     }
-    assert book.flags(B, np.array([1, 1, 0])).tolist() == [RUNS | RECENT, RUNS | RECENT, 0]
+    assert book.slots.flags(B, np.array([1, 1, 0])).tolist() == [RUNS | RECENT, RUNS | RECENT, 0]
 
 
 def test_columns_are_booked_apart_and_widening_keeps_them() -> None:

@@ -26,7 +26,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Section `router.admission` of the configuration."""
 
     max_queued: Annotated[int, msgspec.Meta(ge=0)] = 4096
-    """Requests that may wait in the router; the next are answered 429."""
+    """Requests that may wait in the router, for room or an adapter; the next are answered 429."""
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest that a request waits for a worker with room."""
     max_engine_queue_ms: Annotated[float, msgspec.Meta(gt=0)] = 2000.0

@@ -16,7 +16,10 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from actors.engine.identity import content_id, lora_id
+from actors.engine.serve import ENGINE_ENV
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,18 @@ def platform() -> str | None:
 
 def register() -> None:
     """Entry point of group `sglang.srt.plugins`: called early in every SGLang process."""
+    _end_with_engine()
     register_publisher(int(os.environ.get(DP_RANK_ENV, "0")))
     _publish_before_answering()
     _derive_lora_ids()
+
+
+def _end_with_engine() -> None:
+    """SGLang's processes have the kernel end them with their parent; one whose parent died before they had lives on."""
+    engine = int(os.environ.get(ENGINE_ENV, "0"))
+    if engine and not psutil.pid_exists(engine):
+        log.error("engine %d is gone", engine)
+        os._exit(1)
 
 
 def register_publisher(first_dp_rank: int) -> None:

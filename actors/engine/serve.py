@@ -14,6 +14,8 @@ from typing import Final
 
 API_KEY_ENV: Final = "LORAY_API_KEY"
 PARENT_ENV: Final = "LORAY_PARENT_PID"
+ENGINE_ENV: Final = "LORAY_ENGINE_PID"
+"""This process, for SGLang's own children."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -28,6 +30,7 @@ def die_with_parent() -> None:
 def main() -> None:
     """Serve until killed."""
     die_with_parent()
+    os.environ[ENGINE_ENV] = str(os.getpid())
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -20,6 +20,7 @@ from router.table import as_keys
 
 LENGTHS: Final = (64, 256, 1024)
 """Blocks of a prompt."""
+MANY_WORKERS: Final = 512
 
 
 def run(*, quick: bool) -> dict[str, Any]:
@@ -28,23 +29,35 @@ def run(*, quick: bool) -> dict[str, Any]:
     rounds = 50 if quick else 1000
     tokens = [rng.randrange(128_000) for _ in range(max(LENGTHS) * PAGE_SIZE + 8)]
     core = _core(tokens, rng)
+    large = _core(tokens, rng, num_workers=MANY_WORKERS, num_other=1000)
     index = _plain_index(tokens)
     figures: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     cold: dict[str, Any] = {}
+    many: dict[str, Any] = {}
     for length in LENGTHS:
         prompt = tokens[: length * PAGE_SIZE + 8]
         request = RouteRequest(packed_tokens=pack_tokens(prompt))
         figures[str(length)] = percentiles_us(lambda r=request: core.route(r), rounds=rounds)  # type: ignore[misc]
+        many[str(length)] = percentiles_us(lambda r=request: large.route(r), rounds=max(20, rounds // 3))  # type: ignore[misc]
         plain[str(length)] = percentiles_us(_plain_route(prompt, index), rounds=max(20, rounds // 10))
         cold[str(length)] = percentiles_us(_cold_route(core, prompt, rng), rounds=max(20, rounds // 10))
-    return {**figures, "nobody_holds_it": cold, "plain": plain, "workers": NUM_WORKERS}
+    return {
+        **figures,
+        "nobody_holds_it": cold,
+        f"of_{MANY_WORKERS}_workers": many,
+        "plain": plain,
+        "workers": NUM_WORKERS,
+    }
 
 
-def _core(tokens: list[int], rng: random.Random) -> RouterCore:
-    """Eight workers; worker i holds the first (i + 1) eighths of the prompt, and much else."""
+def _core(
+    tokens: list[int], rng: random.Random, *, num_workers: int = NUM_WORKERS, num_other: int = 100_000
+) -> RouterCore:
+    """Of n workers, worker i holds the first (i + 1) n-ths of the prompt, and so many other blocks."""
     core = RouterCore(CostWeights(), rng=random.Random(0), min_blocks=1_000_000)
-    for i in range(NUM_WORKERS):
+    all_held = block_hashes(tokens, PAGE_SIZE, Namespace())
+    for i in range(num_workers):
         report = WorkerReport(
             worker_id=WorkerId(f"w{i}"),
             incarnation=Incarnation("bench"),
@@ -55,8 +68,8 @@ def _core(tokens: list[int], rng: random.Random) -> RouterCore:
         )
         for effect in core.report(report):
             assert isinstance(effect, Subscribe)
-            held = block_hashes(tokens[: len(tokens) * (i + 1) // NUM_WORKERS], PAGE_SIZE, Namespace())
-            other = [rng.getrandbits(64) for _ in range(100_000)]
+            held = all_held[: len(all_held) * (i + 1) // num_workers]
+            other = [rng.getrandbits(64) for _ in range(num_other)]
             core.ingest.replayed(effect.source, [], now_s=0.0)
             core.ingest.index.restore(effect.source, {Tier.GPU: as_keys(held + other)})
     return core

@@ -63,6 +63,15 @@ class Admission:
             self._record_wait(time.monotonic() - now_s)
         return ticket
 
+    def check_bound(self, waiting: int) -> None:
+        """One more is about to wait for its adapter, where `waiting` others do. Raises Overloaded beyond the bound.
+
+        One may always: an adapter is loaded for whoever waits for it.
+        """
+        if waiting and waiting + len(self._queue) >= self._config.max_queued:
+            why = f"{waiting} requests wait for adapters to be loaded already (router.admission.max_queued)"
+            raise self._refusal("queue_full", why)
+
     def sent(self, ticket: Ticket | None) -> None:
         """A request that was let go is booked, or won't be: the next may be looked at."""
         if ticket is not None and self._going is ticket:

@@ -206,6 +206,7 @@ class Dispatcher:
             except AdapterNotHeld:
                 assert wanted.adapter is not None
                 self._admission.sent(ticket)
+                self._admission.check_bound(self._gate.waiting.total())
                 await self._gate.wait(wanted.adapter, failed.keys())
                 continue
             except NoCapacity as exc:

@@ -159,9 +159,8 @@ class Relay:
             error = UpstreamError(f"worker {decision.source.worker_id} failed while answering")
             await response.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
         else:
-            booking.finish(
-                now_s=time.monotonic(), output_tokens=events.usage.completion_tokens if events.usage is not None else 0
-            )
+            of_one = events.usage if outgoing.predictable else None  # several samples' tokens come side by side
+            booking.finish(now_s=time.monotonic(), output_tokens=of_one.completion_tokens if of_one else 0)
         await response.write_eof()
         self._account(outgoing, decision, status, ttft_s, events.usage)
         return response

@@ -44,6 +44,8 @@ class Held:
     hashes: set[int] = field(default_factory=set)
     stored: int = 0
     removed: int = 0
+    cleared: bool = False
+    """From then on it is known what is held."""
     _read: int = 0
 
     def refresh(self) -> set[int]:
@@ -57,7 +59,7 @@ class Held:
 
     def is_empty(self) -> bool:
         """Whether it holds nothing now."""
-        return not self.refresh()
+        return not self.refresh() and self.cleared
 
     def _apply(self, event: dict[str, Any]) -> None:
         hashes = [int(one) for one in event.get("block_hashes", ())]
@@ -66,11 +68,12 @@ class Held:
             self.hashes.update(hashes)
         elif event["type"] == "BlockRemoved":
             self.removed += len(hashes)
-            assert self.hashes.issuperset(hashes), "removed what it didn't hold"
+            assert not self.cleared or self.hashes.issuperset(hashes), "removed what it didn't hold"
             self.hashes.difference_update(hashes)
         else:
             assert event["type"] == "AllBlocksCleared", event
             self.hashes.clear()
+            self.cleared = True
 
 
 @dataclass

@@ -28,6 +28,9 @@ BEFORE, AFTER = 6, 6
 """Requests of each client before the kill and after the return, at least."""
 MODELS = (SERVED, *ADAPTERS)
 
+PACE_S = 0.1
+"""Of each client: whatever starts anew beside it needs the cores."""
+
 
 @dataclass
 class Asking:
@@ -48,6 +51,7 @@ class Asking:
                 text = rng.choice(self.shared) + noise(rng, 20)
                 self._ask({"model": rng.choice(MODELS), "prompt": text, "max_tokens": 2, "temperature": 0})
                 self.answers += 1
+                self.ended.wait(PACE_S)
         except Exception as exc:  # noqa: BLE001  # told by the test
             self.error = exc
 
@@ -63,7 +67,7 @@ class Asking:
                 if not self.retries:
                     raise
             self.again += 1
-            self.ended.wait(0.02)
+            self.ended.wait(PACE_S)
 
 
 class Killable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -259,6 +260,25 @@ async def test_beyond_the_bound_newcomers_are_refused() -> None:
     assert (len(desk.admission), desk.admission.refused) == (2, {"queue_full": 1})
     assert await desk.all_leave() == ["x", "y", "z"]
     assert desk.waited_s == pytest.approx([0.0, 0.0], abs=0.1), "who was refused hasn't waited"
+
+
+@virtual_time
+@pytest.mark.parametrize(
+    ("max_queued", "queued", "elsewhere", "refused"),
+    [(3, 0, 2, False), (3, 0, 3, True), (3, 2, 1, True), (3, 3, 0, False), (0, 0, 0, False), (0, 0, 1, True)],
+)
+async def test_who_waits_for_an_adapter_counts_too_but_one_always_may(
+    max_queued: int, queued: int, elsewhere: int, refused: bool
+) -> None:
+    desk = Desk(max_queued=max_queued)
+    await desk.all_come("runs", *(f"waits{n}" for n in range(queued)))
+    told = pytest.raises(Overloaded, match=f"^{elsewhere} requests wait for adapters") if refused else nullcontext()
+    with told as caught:
+        desk.admission.check_bound(elsewhere)
+    if caught is not None:
+        assert (caught.value.code, caught.value.retry_after_s >= 1) == ("queue_full", True)
+    assert desk.admission.refused.total() == refused
+    await desk.all_leave()
 
 
 @virtual_time

@@ -35,6 +35,8 @@ from router.table import Hashes
 log = logging.getLogger(__name__)
 
 _CATCH_UP_S: Final = 5.0
+_LATE_S: Final = 5.0
+"""Heartbeats tell within two of them what the wire has lost."""
 _LOOK_S: Final = 0.005
 _TRIES: Final = 3
 
@@ -212,9 +214,27 @@ class Auditor:
                 raise _InconclusiveError(f"the engine can't be probed: {exc}") from exc
             finally:
                 journal = ingest.stop_journal(source)
-            if predicted is not None and journal is not None and (predicted == actual or not _shrank(journal)):
+            if predicted is None or journal is None or _shrank(journal):
+                continue
+            if predicted == actual or not await self._is_late(source, asked, predicted, actual):
                 return Probe(len(packed) // TOKEN_BYTES, predicted, actual)
         return None
+
+    async def _is_late(self, source: SourceId, asked: RouteRequest, predicted: int, actual: int) -> bool:
+        """Whether batches that came after the answer tell of the difference: the wire may have lost them at first, and
+        heartbeats and replays bring them again."""
+        ingest = self._core.ingest
+        until_s = time.monotonic() + _LATE_S
+        ingest.start_journal(source)
+        try:
+            while time.monotonic() < until_s:
+                await asyncio.sleep(_LOOK_S)
+                if source in ingest and predicted < actual <= (self._core.predict(source, asked) or 0):
+                    return True
+        finally:
+            journal = ingest.stop_journal(source)
+        self._check_exact(source)
+        return journal is None or _shrank(journal)
 
 
 def _scratch(source: SourceId, blocks: Mapping[Tier, Hashes]) -> BlockIndex:

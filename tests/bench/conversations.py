@@ -2,10 +2,11 @@
 
     python -m tests.bench.conversations [--cache-tokens N]
 
-Sixteen conversations of six turns over three adapters, all under way at once, four requests at a time, on the CPU with
-the two-layer test model. Each policy starts with empty caches and gets the same conversations; round robin asks the
-engines in turn, past the router. By default the two caches together hold all conversations once, with room to spare,
-but not twice: what engines are sized for. In caches without end, engines in turn compute everything twice at most.
+Sixteen conversations of six turns over three adapters, a long message first and then short ones, all under way at once,
+four requests at a time, on the CPU with the two-layer test model. Each policy starts with empty caches and gets the
+same conversations; round robin asks the engines in turn, past the router. By default the two caches together hold all
+conversations once, with little to spare, and not twice: what engines are sized for. In caches without end, two engines
+in turn compute everything twice at most.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
-from queue import Queue
 from typing import Any, Final
 
 import httpx
@@ -41,7 +41,9 @@ ADAPTERS: Final = {
 CONVERSATIONS: Final = 16
 TURNS: Final = 6
 CLIENTS: Final = 4
-CACHE_TOKENS: Final = 8192
+CACHE_TOKENS: Final = 9216
+OPENING_WORDS: Final = 95
+LATER_WORDS: Final = 5
 CONTEXT: Final = 2048
 WORDS: Final = ("river", "stone", "light", "garden", "winter", "music", "paper", "bridge", "cloud", "silver")
 
@@ -83,10 +85,12 @@ class Conversation:
         self._model = list(ADAPTERS)[number % len(ADAPTERS)]
         system = "You are brief. " + _words(random.Random(100 + number % 3), 12)
         self._messages = [{"role": "system", "content": system}]
+        self.turns = 0
 
     def turn(self, place: Place, tally: Tally) -> None:
         """Ask, and remember the answer."""
-        self._messages.append({"role": "user", "content": _words(self._rng, 10)})
+        said = _words(self._rng, LATER_WORDS if self.turns else OPENING_WORDS)
+        self._messages.append({"role": "user", "content": said})
         worker, url, key = place()
         body = {
             "model": f"{SERVED}:{self._model}",
@@ -109,6 +113,7 @@ class Conversation:
                 usage = event.get("usage") or usage
                 text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
         self._messages.append({"role": "assistant", "content": text})
+        self.turns += 1
         with tally.lock:
             tally.ttft_s.append(first_s)
             tally.prompt_tokens += usage["prompt_tokens"]
@@ -117,17 +122,20 @@ class Conversation:
 
 
 def _run(place: Place) -> dict[str, Any]:
-    """Clients take turns among the conversations: whoever has been answered comes last."""
-    tally = Tally()
-    waiting: Queue[Conversation] = Queue()
-    for number in range(CONVERSATIONS):
-        waiting.put(Conversation(number))
+    """Any conversation that waits comes next, as people think for a while."""
+    tally, rng = Tally(), random.Random(0)
+    waiting = [Conversation(number) for number in range(CONVERSATIONS)]
 
     def client() -> None:
-        for _ in range(CONVERSATIONS * TURNS // CLIENTS):
-            conversation = waiting.get()
+        while True:
+            with tally.lock:
+                if not waiting:
+                    return
+                conversation = waiting.pop(rng.randrange(len(waiting)))
             conversation.turn(place, tally)
-            waiting.put(conversation)
+            with tally.lock:
+                if conversation.turns < TURNS:
+                    waiting.append(conversation)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         for one in [pool.submit(client) for _ in range(CLIENTS)]:

@@ -263,10 +263,14 @@ def test_an_engine_that_stands_still_loses_its_requests_to_others_and_gets_new_o
     assert {reply.status for reply in replies} == {200}
     assert victim not in {reply.worker for reply in replies}
     tried = attempts(four.decisions(since).decisions)
+    lost = 0
     for i, reply in enumerate(replies[: len(wishes)], 1):
-        assert tried[len(prompt) + i] == [victim, reply.worker]
+        *failed, answered = tried[len(prompt) + i]
+        assert (failed, answered) in (([victim], reply.worker), ([], reply.worker))
+        lost += len(failed)
+    assert lost >= 2, "the test proves little"
     assert suspensions(four) == before[0] + 1
-    assert retries(four, victim) == before[1] + len(wishes)
+    assert retries(four, victim) == before[1] + lost
     *chunks, done = events(stream.decode())
     assert done == DONE, "what had begun there goes on there"
     text = "".join(choice["text"] for chunk in chunks for choice in json.loads(chunk)["choices"])

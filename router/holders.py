@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,11 @@ class Holders:
     """Adapters in one batch, 0 for any number."""
     capacity_tokens: NDArray[np.float64]
     """Of the KV cache, infinite where unknown."""
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All of them, to compare."""
+        return self.columns, self.heard, self.num_slots, self.capacity_tokens
 
     @classmethod
     def of(cls, targets: Sequence[Target], adapter: str | None, exclude: Collection[WorkerId] = ()) -> Holders:

@@ -77,9 +77,8 @@ class Predictor:
         """
         cached = np.full(len(known), UNKNOWN)
         for form, lora_id, columns, members in groups:
-            if not form.dynamo and (
-                lora_id is not None or extra_key is not None
-            ):  # which only dynamo hashes tell apart
+            is_keyed = lora_id is not None or extra_key is not None
+            if is_keyed and not form.dynamo:  # only dynamo hashes tell whose a block is
                 continue
             which = known[members]
             if not which.all():

@@ -132,7 +132,10 @@ class Roster:
     def check(self) -> None:
         """Invariants; for tests."""
         for adapter, found in self._holders.items():
-            assert found.targets == Holders.of(self.routable, adapter).targets, adapter
+            now = Holders.of(self.routable, adapter)
+            assert (found.targets, found.lora_ids) == (now.targets, now.lora_ids), adapter
+            for kept, made in zip(found.arrays, now.arrays, strict=True):
+                assert kept.tolist() == made.tolist(), adapter
         columns = [self._ingest.column(source) for record in self.workers.values() for source in record.sources]
         assert len(set(columns)) == len(columns)
         assert {target.source for target in self.routable} <= {s for r in self.workers.values() for s in r.sources}

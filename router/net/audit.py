@@ -35,6 +35,7 @@ from router.table import Hashes
 log = logging.getLogger(__name__)
 
 _CATCH_UP_S: Final = 5.0
+_LATE_LOOK_S: Final = 0.1
 _LATE_S: Final = 5.0
 """Heartbeats tell within two of them what the wire has lost."""
 _LOOK_S: Final = 0.005
@@ -228,7 +229,7 @@ class Auditor:
         ingest.start_journal(source)
         try:
             while time.monotonic() < until_s:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_LATE_LOOK_S)
                 if source in ingest and predicted < actual <= (self._core.predict(source, asked) or 0):
                     return True
         finally:

@@ -14,12 +14,14 @@ import numpy as np
 from numba import bool_, float64, int64, njit, uint64
 from numpy.typing import NDArray
 
-from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE
 from router.predict import UNKNOWN
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+NEAR_TIE_MS: Final = 0.5
+NEAR_TIE_SHARE: Final = 0.01
+"""Costs closer than this, or than so much of the least, are equal: an estimate isn't better than that."""
 MAX_SHARE_MS: Final = 1000.0
 """What a request may pay so that a source that was left out gets its share."""
 MIN_SENT: Final = 2.0

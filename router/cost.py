@@ -17,27 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 import numpy as np
-from numba import float64, int64, njit, uint8, void
 from numpy.typing import NDArray
 
-from router.decode import step_ms
 from router.ids import LoraId
-from router.load import CONTEXT, DISTINCT, FOREIGN, KV, RUNNING, LoadBook, filled_tokens, queue_ms
-from router.slots import RECENT, RUNS
-from router.speed import curve_ms
+from router.load import LoadBook
+from router.terms import OF_RUNNING, TERMS, TOTAL, fill_terms
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-TERMS: Final = ("prefill", "queue", "decode", "slot", "swap", "memory", "others")
-_TOTAL: Final = len(TERMS)
-_RUNNING: Final = _TOTAL + 1
-NEAR_TIE_MS: Final = 0.5
-NEAR_TIE_SHARE: Final = 0.01
-"""Costs closer than this, or than so much of the least, are equal: an estimate isn't better than that."""
 
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -91,13 +82,13 @@ class Costs:
     def __init__(self, rows: Floats) -> None:
         """`rows` as float64[len(TERMS) + 2, candidates]: the terms, their sum, and running requests."""
         self._rows = rows
-        self.total: Floats = rows[_TOTAL]
+        self.total: Floats = rows[TOTAL]
         #: requests that run or wait at each candidate, wherever they come from
-        self.running: Floats = rows[_RUNNING]
+        self.running: Floats = rows[OF_RUNNING]
 
     def row(self, i: int) -> dict[str, float]:
         """Terms of one candidate that aren't zero; they sum to its cost."""
-        return {name: value for name, value in zip(TERMS, self._rows[:_TOTAL, i].tolist(), strict=True) if value}
+        return {name: value for name, value in zip(TERMS, self._rows[:TOTAL, i].tolist(), strict=True) if value}
 
 
 def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand) -> Costs:
@@ -114,41 +105,8 @@ def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand
         demand.now_s, demand.num_tokens, demand.output_tokens, swap_ms, weights.others_share, book.slot_ms,
         book.request_ms,
     ])  # fmt: skip
-    _terms(
+    fill_terms(
         book.state, book.speed.log_ms, book.speed.factors, book.decode.model, columns, flags,
         demand.cached_tokens, demand.num_slots, demand.capacity_tokens, assumed, rows,
     )  # fmt: skip
     return Costs(rows)
-
-
-@njit(
-    void(
-        float64[:, ::1], float64[::1], float64[::1], float64[::1], int64[::1], uint8[::1],
-        int64[::1], int64[::1], float64[::1], float64[::1], float64[:, ::1],
-    ),
-    cache=True,
-)  # fmt: skip
-def _terms(state, curve, factors, decode, columns, flags, cached, num_slots, capacity, assumed, rows):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
-    """Fills `rows`, see Costs. One pass: as many array operations would cost ten times as much."""
-    now_s, num_tokens, output_tokens, swap_ms, others_share, slot_ms, request_ms = assumed
-    for i in range(len(columns)):
-        row = state[columns[i]]
-        factor = factors[columns[i]]
-        running = max(0.0, row[RUNNING] + row[FOREIGN])
-        uncached = num_tokens - max(cached[i], 0)
-        prefill = factor * curve_ms(curve, uncached)
-        rows[0, i] = prefill
-        rows[1, i] = queue_ms(row, now_s)
-        rows[2, i] = factor * step_ms(decode, running, row[CONTEXT])
-        over = 0.0 if flags[i] & RUNS or num_slots[i] == 0 else max(0.0, row[DISTINCT] + 1 - num_slots[i])
-        rows[3, i] = over * slot_ms
-        rows[4, i] = 0.0 if flags[i] & RECENT else swap_ms
-        missing = row[KV] + min(uncached + output_tokens, capacity[i]) - capacity[i]
-        rows[5, i] = request_ms * missing / min(row[KV], capacity[i]) if missing > 0 and row[KV] > 0 else 0.0
-        stored = max(0.0, prefill - factor * curve_ms(curve, 1.0))  # less what any prompt takes, whatever its length
-        rows[6, i] = others_share * (prefill + stored * filled_tokens(row, now_s) / capacity[i])
-        total = 0.0
-        for term in range(_TOTAL):
-            total += rows[term, i]
-        rows[_TOTAL, i] = total
-        rows[_RUNNING, i] = running

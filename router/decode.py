@@ -12,8 +12,9 @@ import math
 from typing import Final
 
 import numpy as np
-from numba import float64, njit
 from numpy.typing import NDArray
+
+from router.terms import step_ms
 
 Floats = NDArray[np.float64]
 
@@ -29,14 +30,6 @@ _LEAST_MS: Final = 0.01
 _MOST_MS: Final = 1e6
 MIN_TOKENS: Final = 4
 """Output of a stream that tells of decode steps at all."""
-
-
-@njit(float64(float64[::1], float64, float64), cache=True)
-def step_ms(model, requests, context_tokens):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
-    """A step by `DecodeBook.model`; 0 where nothing runs."""
-    if requests <= 0:
-        return 0.0
-    return model[0] + model[1] * requests + model[2] * context_tokens
 
 
 class DecodeBook:

@@ -10,56 +10,47 @@ from collections import deque
 from typing import Final
 
 import numpy as np
-from numba import float64, int64, njit
 from numpy.typing import NDArray
 
-from router.decode import MIN_TOKENS, DecodeBook, step_ms
+from router.decode import MIN_TOKENS, DecodeBook
 from router.ids import LoraId
 from router.slots import SlotBook
 from router.speed import SpeedBook
+from router.terms import (
+    CONTEXT,
+    DISTINCT,
+    DONE_MS,
+    FILLED,
+    FILLED_HALF_LIFE_S,
+    FOREIGN,
+    KV,
+    NUM_FIELDS,
+    PROGRESS_S,
+    QUEUED,
+    QUEUED_MS,
+    RUNNING,
+    SENT,
+    SENT_HALF_LIFE_S,
+    SENT_S,
+    queue_ms,
+    sent_lately,
+    step_ms,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, CONTEXT, DISTINCT, FOREIGN, SENT, FILLED, SENT_S, DONE_MS = range(12)
-"""Fields of `LoadBook.state`."""
-_SENT_HALF_LIFE_S: Final = 20.0
-_FILLED_HALF_LIFE_S: Final = 120.0
-"""About as long as a cache lasts under load."""
 _REPORTS: Final = 3
 """Reports of an engine whose middle is believed: requests come and go between its count and ours."""
 _MIN_DRIFT: Final = 2.0
 _DRIFT_SHARE: Final = 0.2
 """A difference up to so much of what is booked is a matter of moments."""
-MIN_QUEUE_SHARE: Final = 0.05
-"""A queue that is overdue isn't gone: its source is slower than thought, or stands still."""
 _GAIN: Final = 0.02
 """Weight of one request in the averages of the fleet: a hundred follow a change."""
 _LOAD_GAIN: Final = 0.2
 """The same of an adapter's load: there are few."""
 _MAX_FACTOR: Final = 4.0
 """A sample counts at most this factor away from its average."""
-
-
-@njit(float64(float64[::1], float64), cache=True)
-def queue_ms(row, now_s):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
-    """What is left of the prompts that wait, by a row of `LoadBook.state`."""
-    return max(row[QUEUED_MS] - max(0.0, now_s - row[PROGRESS_S]) * 1000, row[QUEUED_MS] * MIN_QUEUE_SHARE)
-
-
-@njit(float64(float64[::1], float64), cache=True)
-def filled_tokens(row, now_s):  # type: ignore[no-untyped-def]
-    """Tokens that requests sent lately leave in the cache, older ones counting for less, by a row of `state`."""
-    return row[FILLED] * 2.0 ** (-max(0.0, now_s - row[SENT_S]) / _FILLED_HALF_LIFE_S)
-
-
-@njit(float64[::1](float64[:, ::1], int64[::1], float64), cache=True)
-def _sent(state, columns, now_s):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
-    sent = np.empty(len(columns))
-    for i in range(len(columns)):
-        row = state[columns[i]]
-        sent[i] = row[SENT] * 2.0 ** (-max(0.0, now_s - row[SENT_S]) / _SENT_HALF_LIFE_S)
-    return sent
 
 
 class LoadBook:
@@ -89,7 +80,7 @@ class LoadBook:
         #: time from first token to end, as seen lately
         self.request_ms = request_ms
         #: a row a column, see the properties
-        self.state: Floats = np.zeros((0, DONE_MS + 1))
+        self.state: Floats = np.zeros((0, NUM_FIELDS))
         self._generation = np.zeros(0, np.int64)
         #: by column, how engines' own counts differed from ours lately
         self._differences: list[deque[float]] = []
@@ -133,7 +124,7 @@ class LoadBook:
             return
         self.speed.widen(more)
         self.slots.widen(more)
-        self.state = np.vstack([self.state, np.zeros((more, DONE_MS + 1))])
+        self.state = np.vstack([self.state, np.zeros((more, NUM_FIELDS))])
         self._generation = np.append(self._generation, np.zeros(more, np.int64))
         self._differences += [deque(maxlen=_REPORTS) for _ in range(more)]
 
@@ -183,8 +174,8 @@ class LoadBook:
         row[QUEUED_MS] += booking.own_ms
         row[RUNNING] += 1
         age_s = max(0.0, now_s - row[SENT_S])
-        row[SENT] = 1 + row[SENT] * 2.0 ** (-age_s / _SENT_HALF_LIFE_S)
-        row[FILLED] = kv_tokens + row[FILLED] * 2.0 ** (-age_s / _FILLED_HALF_LIFE_S)
+        row[SENT] = 1 + row[SENT] * 2.0 ** (-age_s / SENT_HALF_LIFE_S)
+        row[FILLED] = kv_tokens + row[FILLED] * 2.0 ** (-age_s / FILLED_HALF_LIFE_S)
         row[SENT_S] = now_s
         row[KV] += kv_tokens
         row[CONTEXT] += context_tokens
@@ -193,7 +184,7 @@ class LoadBook:
 
     def sent(self, columns: Ints, now_s: float) -> Floats:
         """Requests sent to each column lately, older ones counting for less: half after so many seconds."""
-        return _sent(self.state, columns, now_s)  # type: ignore[no-any-return]
+        return sent_lately(self.state, columns, now_s)  # type: ignore[no-any-return]
 
     def reported(self, column: int, requests: int) -> None:
         """An engine says how many requests it has, as of a moment ago."""

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from router.ids import LoraId
-
-RUNS: Final = 1
-"""`SlotBook.flags`: requests of the adapter run there."""
-RECENT: Final = 2
-"""It is among the last that as many slots hold."""
+from router.terms import RECENT, RUNS
 
 
 class SlotBook:

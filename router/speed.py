@@ -6,7 +6,8 @@ prompts cost whatever their length; attention makes long ones dearer than their 
 is a time to first token against what was expected, prompts ahead included. It moves the two knots beside its length,
 and its source's factor, by a fraction of the logarithm of its error and by no more than a step, so that one stall moves
 little; knots that no sample has touched keep their place to the others, so that the first samples set the scale. The
-curve never falls.
+curve never falls. A factor counts as far as it is beyond what chance explains, by how much samples scatter and how many
+a source has shown: who is thought slow is asked less, and would hardly ever show that it isn't.
 """
 
 from __future__ import annotations
@@ -15,40 +16,28 @@ import math
 from typing import Final
 
 import numpy as np
-from numba import float64, njit
 from numpy.typing import NDArray
+
+from router.terms import FIRST, NUM_KNOTS, curve_ms
 
 Floats = NDArray[np.float64]
 
-FIRST: Final = 4
-"""log2 of the first knot's tokens: 16, below which prompts time the HTTP stack."""
-NUM_KNOTS: Final = 14
-"""The last knot is at 131,072 tokens; beyond it the cost grows with the length."""
 _GAIN: Final = 0.1
 """Share of an error that a sample corrects in the curve."""
 _FACTOR_GAIN: Final = 0.02
 """The same in its source's factor: most differences between sources are chance."""
 _CHANCE: Final = 0.1
 """Logarithm of a factor that chance explains: sources of one kind must cost the same, or load gathers at some."""
+_ERRORS: Final = 2.0
+"""Standard errors of a factor that are called chance."""
+_REMEMBERED: Final = 1 / _FACTOR_GAIN
+"""Samples that a factor is made of, at most."""
 _FEW: Final = 8
 """So many first samples of a knot, or a source, count for more: each as in a plain average."""
 _MAX_STEP: Final = math.log(1.5)
 """A sample counts at most this factor away from what was expected, but for the first few."""
 _FIRST_MAX_STEP: Final = math.log(256.0)
-LN_2: Final = math.log(2.0)
 _KNOT_TOKENS: Final = 2.0 ** (FIRST + np.arange(NUM_KNOTS))
-
-
-@njit(float64(float64[::1], float64), cache=True)
-def curve_ms(log_ms, tokens):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
-    """Milliseconds until `tokens` are computed, by the logarithms at the knots; 0 for none."""
-    if tokens <= 0:
-        return 0.0
-    at = max(math.log2(tokens) - FIRST, 0.0)
-    knot = min(int(at), NUM_KNOTS - 2)
-    share = min(at - knot, 1.0)
-    beyond = max(at - knot - 1.0, 0.0)
-    return math.exp(log_ms[knot] + share * (log_ms[knot + 1] - log_ms[knot]) + beyond * LN_2)
 
 
 class SpeedBook:
@@ -68,6 +57,8 @@ class SpeedBook:
         #: logarithms of what the samples say of it
         self._log_factors: Floats = np.zeros(0)
         self._samples: NDArray[np.int64] = np.zeros(0, np.int64)
+        #: mean square of errors beside curve and factor, as logarithms
+        self._scatter = 0.0
 
     def widen(self, more: int) -> None:
         """Room for so many more columns."""
@@ -103,9 +94,12 @@ class SpeedBook:
         share = own_ms / (own_ms + ahead_ms)
         error = math.log(took_ms) - math.log(own_ms + ahead_ms)
         self._bend(tokens, error, share)
-        if self._samples.sum() > 0:  # of the very first sample, all is the curve's
+        num_seen = int(self._samples.sum())
+        if num_seen > 0:  # of the very first sample, all is the curve's
             step = _step(error, int(self._samples[column]), is_first=False)
-            self._log_factors[column] += step * max(_FACTOR_GAIN, 0.5 / (self._samples[column] + 1))
+            beside = step + math.log(self.factors[column]) - self._log_factors[column]
+            self._scatter += (beside**2 - self._scatter) * max(_FACTOR_GAIN, 1 / num_seen)
+            self._log_factors[column] += beside * max(_FACTOR_GAIN, 1 / (self._samples[column] + 2))
         self._samples[column] += 1
         self._center()
 
@@ -146,8 +140,10 @@ class SpeedBook:
         shift = float(self._log_factors[known].mean())
         self._log_factors[known] -= shift
         self.log_ms += shift
-        beyond = np.maximum(np.abs(self._log_factors) - _CHANCE, 0.0)
-        self.factors[:] = np.exp(np.copysign(beyond, self._log_factors))
+        error = np.sqrt(self._scatter / np.clip(self._samples, 1, _REMEMBERED))
+        chance = np.maximum(_CHANCE, _ERRORS * error)
+        seen = np.maximum(np.abs(self._log_factors), chance)
+        self.factors[:] = np.exp(self._log_factors * (1 - (chance / seen) ** 2))  # none within chance, all far beyond
 
 
 def _step(error: float, count: int, *, is_first: bool) -> float:

@@ -96,3 +96,17 @@ def test_the_core_runs_without_ray_or_sglang() -> None:
     )
 
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("router/*.py")), ids=lambda path: path.name)
+def test_what_is_compiled_uses_nothing_of_other_files(path: Path) -> None:
+    """Numba keeps compiled functions until their own file changes: they would go on with another's old constants."""
+    tree = ast.parse(path.read_text())
+    imports = [
+        node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("router")
+    ]
+    foreign = {name.asname or name.name for node in imports for name in node.names}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    compiled = [f for f in functions if any("njit" in ast.unparse(decorator) for decorator in f.decorator_list)]
+    used = {node.id for f in compiled for node in ast.walk(f) if isinstance(node, ast.Name)}
+    assert used & foreign == set()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.choice import MAX_SHARE_MS, LoggedDecision, choose, left_out, replay
-from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE, CostWeights
+from router.choice import MAX_SHARE_MS, NEAR_TIE_MS, NEAR_TIE_SHARE, LoggedDecision, choose, left_out, replay
+from router.cost import CostWeights
 from router.predict import UNKNOWN
 from tests.router.decision_history import History
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.cost import NEAR_TIE_MS, NEAR_TIE_SHARE
+from router.choice import NEAR_TIE_MS, NEAR_TIE_SHARE
 from router.decision import Reason, RouteRequest
 from router.errors import NoCapacity
 from router.reports import AdapterState, TableView, WorkerState

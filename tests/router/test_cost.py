@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.cost import TERMS, Costs, CostWeights, Demand, estimate
+from router.cost import Costs, CostWeights, Demand, estimate
 from router.ids import LoraId
-from router.load import MIN_QUEUE_SHARE, LoadBook
+from router.load import LoadBook
+from router.terms import MIN_QUEUE_SHARE, TERMS
 
 A, B, C = LoraId("a" * 32), LoraId("b" * 32), LoraId("c" * 32)
 LORA_IDS = (None, A, B, C)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.decode import DecodeBook, step_ms
+from router.decode import DecodeBook
+from router.terms import step_ms
 
 GUESS_MS = 10.0
 SAMPLES = st.lists(

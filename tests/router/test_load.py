@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from router.decode import MIN_TOKENS, step_ms
+from router.decode import MIN_TOKENS
 from router.ids import LoraId
-from router.load import MIN_QUEUE_SHARE, Booking, LoadBook, queue_ms
-from router.slots import RECENT, RUNS
+from router.load import Booking, LoadBook
+from router.terms import MIN_QUEUE_SHARE, RECENT, RUNS, queue_ms, step_ms
 
 A, B, C = LoraId("a" * 32), LoraId("b" * 32), LoraId("c" * 32)
 LORA_IDS = (None, A, B, C)
@@ -402,7 +402,7 @@ def test_columns_are_booked_apart_and_widening_keeps_them() -> None:
 
 def test_speed_of_a_source_that_is_gone_is_not_its_successors() -> None:
     book = book_of(2)
-    for column, took_s in [(0, 1.0), (1, 1.0)] + [(0, 9.0), (1, 1.0)] * 5:
+    for column, took_s in [(0, 1.0), (1, 1.0)] + [(0, 9.0), (1, 1.0)] * 20:
         book.book(column, tokens=1000, lora_id=None, now_s=0.0).first_token(now_s=took_s)
     assert book.speed.ms(0, 1000) > 1.5 * book.speed.ms(1, 1000)
     book.reset(0)

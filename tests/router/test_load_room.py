@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.ids import LoraId
-from router.load import MIN_QUEUE_SHARE, LoadBook, queue_ms
+from router.load import LoadBook
+from router.terms import MIN_QUEUE_SHARE, queue_ms
 
 A = LoraId("a" * 32)
 UNLIMITED: dict[str, Any] = {"now_s": 0.0, "max_queue_ms": 1e12, "max_running": 0, "capacity_tokens": 0}

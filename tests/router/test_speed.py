@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.speed import FIRST, NUM_KNOTS, SpeedBook
+from router.speed import SpeedBook
+from router.terms import FIRST, NUM_KNOTS
 
 Law = Callable[[int], float]
 
@@ -136,6 +137,28 @@ def test_factor_of_a_slower_newcomer_is_found_within_fifty_requests() -> None:
         observe(book, tokens, A_LAW(tokens) * (3.0 if n % 4 == 3 else 1.0), column=n % 4)
     assert worst_error(book, lambda tokens: 3 * A_LAW(tokens), column=3) < TOLERANCE
     assert worst_error(book, A_LAW, column=0) < TOLERANCE
+
+
+@pytest.mark.parametrize("scatter", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("samples", [1, 3, 10, 30, 100])
+def test_sources_that_differ_by_chance_cost_the_same(samples: int, scatter: float) -> None:
+    """Else whoever had bad luck is asked less, and hardly ever shows that it is as fast as the others."""
+    spreads = []
+    for seed in range(10):
+        rng, book = random.Random(seed), book_of(8)
+        for n in range(samples * 8):
+            observe(book, 600, 150.0 * math.exp(rng.gauss(0.0, scatter)), column=n % 8)
+        spreads.append(float(book.factors.max() / book.factors.min()))
+    assert sorted(spreads)[len(spreads) // 2] < 1.02, spreads
+    assert max(spreads) < 1.25, spreads
+
+
+def test_sources_that_differ_more_than_by_chance_are_told_apart_early() -> None:
+    rng, book = random.Random(5), book_of(4)
+    for n in range(10 * 4):
+        slower = 3.0 if n % 4 == 3 else 1.0
+        observe(book, 600, 150.0 * slower * math.exp(rng.gauss(0.0, 0.2)), column=n % 4)
+    assert book.factors[3] / book.factors[:3].max() > 1.8, book.factors
 
 
 @pytest.mark.parametrize("took_ms", [5e-324, 1e-9, 1e9, 1e308], ids=str)

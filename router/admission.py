@@ -30,7 +30,7 @@ class AdmissionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """Longest that a request waits for a worker with room."""
     max_engine_queue_ms: Annotated[float, msgspec.Meta(gt=0)] = 2000.0
-    """Prefill that an engine may have waiting before requests stay in the router."""
+    """Prefill that all engines that could serve a request may have waiting before it stays in the router."""
 
 
 class Priority(IntEnum):

@@ -113,6 +113,8 @@ class RouterCore:
             NoCapacity: no ready worker can serve the request.
         """
         made = self._decide(request)
+        if request.extra_key is not None:
+            self._remember_key(request.extra_key)
         self._num_decisions += 1
         self._recent.append(made)
         return made.decision
@@ -139,8 +141,8 @@ class RouterCore:
         cached = self._predict(request, here, self.ingest.exact[here.columns] & here.heard)
         return int(cached[0]) if len(cached) and cached[0] != UNKNOWN else None
 
-    def book(self, decision: Decision, *, now_s: float) -> Booking:
-        """Book a decision that is about to be carried out."""
+    def book(self, decision: Decision, *, now_s: float, whole: bool = False) -> Booking:
+        """Book a decision that is about to be carried out; `whole` where the answer will come in one piece."""
         return self.load.book(
             decision.column,
             tokens=decision.uncached_tokens,
@@ -150,6 +152,7 @@ class RouterCore:
             context_tokens=decision.prompt_tokens or 0,
             num_slots=decision.num_slots,
             capacity_tokens=decision.capacity_tokens,
+            whole=whole,
         )
 
     def least_loaded(self) -> WorkerRecord | None:
@@ -168,17 +171,13 @@ class RouterCore:
         Where nobody is ready, or nobody holds the adapter, too: routing says what to do then.
         """
         holders = self._roster.holders(adapter)
-        for target in holders.targets:
-            report = target.record.report
-            if self.load.has_room(
-                target.column,
-                now_s=now_s,
-                max_queue_ms=max_queue_ms,
-                max_running=target.record.max_running,
-                capacity_tokens=report.max_total_tokens,
-            ):
-                return True
-        return not holders.targets
+        return not holders.targets or self.load.has_room(
+            holders.columns,
+            now_s=now_s,
+            max_queue_ms=max_queue_ms,
+            max_running=holders.max_running,
+            capacity_tokens=holders.capacity_tokens,
+        )
 
     def preferences(self, adapter: str, *, now_s: float) -> list[WorkerId]:
         """Ready workers that don't hold the adapter, the least loaded first: where it had best be loaded."""
@@ -235,8 +234,6 @@ class RouterCore:
             holders = Holders.of(holders.targets, request.adapter, request.exclude)
         if not holders.targets:
             raise self._why_none(request)
-        if request.extra_key is not None:
-            self._remember_key(request.extra_key)
         exact = self.ingest.exact[holders.columns] & holders.heard
         cached = self._predict(request, holders, exact)
         costs = estimate(
@@ -251,6 +248,7 @@ class RouterCore:
                 lora_ids=holders.lora_ids,
                 num_slots=holders.num_slots,
                 capacity_tokens=holders.capacity_tokens,
+                max_running=holders.max_running,
             ),
         )
         states = [SourceState.EXACT] * len(exact) if exact.all() else [self._state(t) for t in holders.targets]

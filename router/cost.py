@@ -8,6 +8,7 @@
 | slot | one adapter more than fit a batch: all requests of another must end |
 | swap | the adapter's weights on their way from the host's memory to the GPU |
 | memory | running requests must end before the prompt fits the KV cache |
+| batch | running requests must end before there is a place in the batch |
 | others | nothing of its own: what computing it takes from the requests after it, and storing it from the cache |
 
 More of the prompt cached never raises a cost, and more load never lowers one.
@@ -72,6 +73,8 @@ class Demand:
     """Adapters in one batch, 0 for any number."""
     capacity_tokens: Floats
     """Of the KV cache, infinite where unknown."""
+    max_running: Floats
+    """Requests in one batch, infinite where unknown."""
 
 
 class Costs:
@@ -107,6 +110,6 @@ def estimate(book: LoadBook, weights: CostWeights, columns: Ints, demand: Demand
     ])  # fmt: skip
     fill_terms(
         book.state, book.speed.log_ms, book.speed.factors, book.decode.model, columns, flags,
-        demand.cached_tokens, demand.num_slots, demand.capacity_tokens, assumed, rows,
+        demand.cached_tokens, demand.num_slots, demand.capacity_tokens, demand.max_running, assumed, rows,
     )  # fmt: skip
     return Costs(rows)

@@ -55,11 +55,13 @@ class Holders:
     """Adapters in one batch, 0 for any number."""
     capacity_tokens: NDArray[np.float64]
     """Of the KV cache, infinite where unknown."""
+    max_running: NDArray[np.float64]
+    """Requests in one batch, infinite where unknown."""
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """All of them, to compare."""
-        return self.columns, self.heard, self.num_slots, self.capacity_tokens
+        return self.columns, self.heard, self.num_slots, self.capacity_tokens, self.max_running
 
     @classmethod
     def of(cls, targets: Sequence[Target], adapter: str | None, exclude: Collection[WorkerId] = ()) -> Holders:
@@ -80,4 +82,5 @@ class Holders:
             all_dynamo=all(place.form.dynamo for place in places),
             num_slots=np.array([report.max_loras_per_batch for report in reports], np.int64),
             capacity_tokens=np.array([report.max_total_tokens or np.inf for report in reports], np.float64),
+            max_running=np.array([target.record.max_running or np.inf for target, _ in held], np.float64),
         )

@@ -7,6 +7,7 @@ holds the generation of its column: once the column belongs to another source, i
 from __future__ import annotations
 
 from collections import deque
+from itertools import count
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,7 @@ from router.terms import (
     SENT,
     SENT_HALF_LIFE_S,
     SENT_S,
+    any_room,
     queue_ms,
     sent_lately,
     step_ms,
@@ -82,6 +84,9 @@ class LoadBook:
         #: a row a column, see the properties
         self.state: Floats = np.zeros((0, NUM_FIELDS))
         self._generation = np.zeros(0, np.int64)
+        self._numbers = count()
+        #: by column, bookings by number whose answers come whole and whose prompts wait, in the order of booking
+        self._whole: list[dict[int, Booking]] = []
         #: by column, how engines' own counts differed from ours lately
         self._differences: list[deque[float]] = []
         #: times that an engine's count was found to differ for a while
@@ -127,6 +132,7 @@ class LoadBook:
         self.state = np.vstack([self.state, np.zeros((more, NUM_FIELDS))])
         self._generation = np.append(self._generation, np.zeros(more, np.int64))
         self._differences += [deque(maxlen=_REPORTS) for _ in range(more)]
+        self._whole += [{} for _ in range(more)]
 
     def reset(self, column: int) -> None:
         """The column's source is gone; its open bookings become void."""
@@ -134,6 +140,7 @@ class LoadBook:
         self.slots.reset(column)
         self.state[column] = 0
         self._differences[column].clear()
+        self._whole[column].clear()
         self._generation[column] += 1
 
     def book(
@@ -147,12 +154,13 @@ class LoadBook:
         context_tokens: int = 0,
         num_slots: int = 0,
         capacity_tokens: int = 0,
+        whole: bool = False,
     ) -> Booking:
         """Book a request that is about to be sent.
 
         `tokens` is what its engine will have to compute, `kv_tokens` what it will take of the cache, output included,
         `context_tokens` what each of its decode steps reads, `num_slots` how many adapters run there at once,
-        `capacity_tokens` the cache's size (0: any).
+        `capacity_tokens` the cache's size (0: any); `whole` says that nothing comes of its answer before all of it.
         """
         over = 0
         if num_slots and lora_id not in self.slots.running[column]:
@@ -166,7 +174,11 @@ class LoadBook:
             lora_id=lora_id,
             now_s=now_s,
             over=over,
+            number=next(self._numbers),
+            whole=whole,
         )
+        if whole:
+            self._whole[column][booking.number] = booking
         booking.cramped = 0 < capacity_tokens < self.state[column, KV] + kv_tokens
         row = self.state[column]
         row[PROGRESS_S] = max(row[PROGRESS_S], now_s - row[QUEUED_MS] / 1000)  # no sooner than all was computed
@@ -204,15 +216,13 @@ class LoadBook:
         return float(queue_ms(row, now_s) + step)
 
     def has_room(
-        self, column: int, *, now_s: float, max_queue_ms: float, max_running: int, capacity_tokens: int
+        self, columns: Ints, *, now_s: float, max_queue_ms: float, max_running: Floats, capacity_tokens: Floats
     ) -> bool:
-        """Whether a request sent now would soon be computed there, not only wait. Limits of 0 are none."""
-        row = self.state[column]
-        if max_running and row[RUNNING] + row[FOREIGN] >= max_running:
-            return False
-        if capacity_tokens and row[KV] >= capacity_tokens:
-            return False
-        return bool(queue_ms(row, now_s) <= max_queue_ms)
+        """Whether a request sent to one of `columns` now would soon be computed there, not only wait.
+
+        Limits run parallel to `columns` and are infinite where unknown.
+        """
+        return bool(any_room(self.state, columns, max_running, capacity_tokens, now_s, max_queue_ms))
 
     def is_current(self, column: int, generation: int) -> bool:
         """Whether the column still belongs to the source it belonged to then."""
@@ -244,13 +254,26 @@ class LoadBook:
         for column, counts in enumerate(self.slots.running):
             assert sum(counts.values()) == self.running[column]
             assert len(counts) == self.distinct[column]
+        for column, waiting in enumerate(self._whole):
+            assert list(waiting) == sorted(waiting)
+            assert len(waiting) <= self.running[column]
 
-    def _computed(self, column: int, tokens: int, own_ms: float) -> None:
-        """A prompt waits no longer."""
+    def _unqueue(self, column: int, booking: Booking, tokens: int) -> None:
+        """A prompt waits no longer: it is computed, or given up."""
+        self._whole[column].pop(booking.number, None)
         row = self.state[column]
         row[QUEUED] -= tokens
-        row[QUEUED_MS] = max(0.0, row[QUEUED_MS] - own_ms) if row[QUEUED] else 0.0
-        row[DONE_MS] += own_ms
+        row[QUEUED_MS] = max(0.0, row[QUEUED_MS] - booking.own_ms) if row[QUEUED] else 0.0
+
+    def _overtake(self, column: int, number: int) -> None:
+        """A prompt is computed: so are those booked before it of which nothing can be seen until they end.
+
+        Engines take prompts in the order in which they come. Else a whole answer would count as a prompt that waits
+        for as long as it is written.
+        """
+        waiting = self._whole[column]
+        while waiting and (first := next(iter(waiting))) < number:
+            waiting[first].computed()
 
     def _end(self, column: int, lora_id: LoraId | None, kv_tokens: int, context_tokens: int) -> None:
         row = self.state[column]
@@ -265,7 +288,7 @@ class Booking:
 
     __slots__ = (
         "_ahead_ms", "_at_first", "_book", "_column", "_context_tokens", "_first_s", "_generation", "_kv_tokens",
-        "_lora_id", "_over", "_queued", "_running", "_since_s", "_tokens", "cramped", "own_ms", "timed",
+        "_lora_id", "_over", "_queued", "_running", "_since_s", "_tokens", "cramped", "number", "own_ms", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -279,7 +302,13 @@ class Booking:
         lora_id: LoraId | None,
         now_s: float,
         over: int,
+        number: int,
+        whole: bool,
     ) -> None:
+        #: counts the book's bookings
+        self.number = number
+        #: nothing comes of its answer before all of it, and that says nothing of its prompt's time
+        self.whole = whole
         self._book = book
         self._column = column
         self._generation = book.generation(column)
@@ -299,8 +328,6 @@ class Booking:
         self._first_s: float | None = None
         #: the column's state when the first token came
         self._at_first: Floats | None = None
-        #: the first byte shows when the first token was there; not so for an answer that comes whole
-        self.timed = True
         #: it may have to wait for memory, which says nothing of speed
         self.cramped = False
 
@@ -310,19 +337,28 @@ class Booking:
     def __exit__(self, *_: object) -> None:
         self.finish()
 
+    def computed(self) -> None:
+        """The prompt is computed."""
+        self._queued = False
+        self._book._unqueue(self._column, self, self._tokens)
+        self._book.state[self._column, DONE_MS] += self.own_ms
+
     def first_token(self, *, now_s: float) -> None:
-        """The engine has answered the first byte of output: the prompt is computed."""
+        """The engine has answered the first byte of output, or all of it: the prompt is computed."""
         if not self._queued:
             return
-        self._queued = False
-        self._first_s = now_s
         book, column = self._book, self._column
         if not book.is_current(column, self._generation):
+            self._queued = False
             return
-        book._computed(column, self._tokens, self.own_ms)
-        book.state[column, PROGRESS_S] = now_s
-        if not self.timed:
+        book._overtake(column, self.number)
+        self.computed()
+        row = book.state[column]
+        if self.whole:  # computed some time ago: what waits has got on by no more than this for sure
+            row[PROGRESS_S] = min(now_s, row[PROGRESS_S] + self.own_ms / 1000)
             return
+        self._first_s = now_s
+        row[PROGRESS_S] = now_s
         self._at_first = book.state[column].copy()
         if self.cramped:
             return
@@ -343,8 +379,8 @@ class Booking:
             return
         if self._queued:
             self._queued = False
-            book._computed(column, self._tokens, self.own_ms)
-        elif now_s is not None and self.timed and self._first_s is not None:
+            book._unqueue(column, self, self._tokens)
+        elif now_s is not None and self._first_s is not None:
             book.request_ms = _average(book.request_ms, (now_s - self._first_s) * 1000)
             self._tell_decode((now_s - self._first_s) * 1000, output_tokens)
         book._end(column, self._lora_id, self._kv_tokens, self._context_tokens)

@@ -65,7 +65,9 @@ class Roster:
             if report.fault:
                 self._ingest.condemn(source, report.fault)
             if rank.load is not None:
-                record.max_running = rank.load.max_running
+                if record.max_running != rank.load.max_running:
+                    record.max_running = rank.load.max_running
+                    self._holders.clear()
                 self._load.reported(self._ingest.column(source), rank.load.running + rank.load.waiting)
             if rank.last_seq is not None:
                 effects += self._ingest.announced(source, rank.last_seq)

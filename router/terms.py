@@ -10,9 +10,9 @@ import math
 from typing import Final
 
 import numpy as np
-from numba import float64, int64, njit, uint8, void
+from numba import bool_, float64, int64, njit, uint8, void
 
-TERMS: Final = ("prefill", "queue", "decode", "slot", "swap", "memory", "others")
+TERMS: Final = ("prefill", "queue", "decode", "slot", "swap", "memory", "batch", "others")
 TOTAL: Final = len(TERMS)
 OF_RUNNING: Final = TOTAL + 1
 """Rows of `fill_terms`: the terms, their sum, and running requests."""
@@ -79,14 +79,25 @@ def sent_lately(state, columns, now_s):  # type: ignore[no-untyped-def]  # numba
     return sent
 
 
+@njit(bool_(float64[:, ::1], int64[::1], float64[::1], float64[::1], float64, float64), cache=True)
+def any_room(state, columns, max_running, capacity, now_s, max_queue_ms):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+    """Whether a request sent to one of `columns` now would soon be computed there, not only wait."""
+    for i in range(len(columns)):
+        row = state[columns[i]]
+        has_place = row[RUNNING] + row[FOREIGN] < max_running[i] and row[KV] < capacity[i]
+        if has_place and queue_ms(row, now_s) <= max_queue_ms:
+            return True
+    return False
+
+
 @njit(
     void(
         float64[:, ::1], float64[::1], float64[::1], float64[::1], int64[::1], uint8[::1],
-        int64[::1], int64[::1], float64[::1], float64[::1], float64[:, ::1],
+        int64[::1], int64[::1], float64[::1], float64[::1], float64[::1], float64[:, ::1],
     ),
     cache=True,
 )  # fmt: skip
-def fill_terms(state, curve, factors, decode, columns, flags, cached, num_slots, capacity, assumed, rows):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+def fill_terms(state, curve, factors, decode, columns, flags, cached, num_slots, capacity, max_running, assumed, rows):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
     """Fills `rows`, see Costs. One pass: as many array operations would cost ten times as much."""
     now_s, num_tokens, output_tokens, swap_ms, others_share, slot_ms, request_ms = assumed
     for i in range(len(columns)):
@@ -104,7 +115,9 @@ def fill_terms(state, curve, factors, decode, columns, flags, cached, num_slots,
         missing = row[KV] + min(uncached + output_tokens, capacity[i]) - capacity[i]
         rows[5, i] = request_ms * missing / min(row[KV], capacity[i]) if missing > 0 and row[KV] > 0 else 0.0
         stored = max(0.0, prefill - factor * curve_ms(curve, 1.0))  # less what any prompt takes, whatever its length
-        rows[6, i] = others_share * (prefill + stored * filled_tokens(row, now_s) / capacity[i])
+        too_many = running + 1 - max_running[i]
+        rows[6, i] = request_ms * too_many / max_running[i] if too_many > 0 else 0.0
+        rows[7, i] = others_share * (prefill + stored * filled_tokens(row, now_s) / capacity[i])
         total = 0.0
         for term in range(TOTAL):
             total += rows[term, i]

@@ -202,7 +202,7 @@ class Dispatcher:
             now_s = time.monotonic()
             try:
                 decision = self._core.route(replace(wanted, now_s=now_s, exclude=failed.keys()))
-                booking = self._core.book(decision, now_s=now_s)
+                booking = self._core.book(decision, now_s=now_s, whole=not outgoing.stream)
             except AdapterNotHeld:
                 assert wanted.adapter is not None
                 self._admission.sent(ticket)

@@ -94,7 +94,6 @@ class Relay:
                 booking.first_token(now_s=now_s)
                 self._on_computed()
                 return await self._stream(upstream, first, outgoing, decision, booking, request, started_s, mark)
-        booking.timed = False  # the time of a whole answer says nothing of its prefill
         booking.first_token(now_s=now_s)
         usage = usage_of(first) if upstream.status == 200 else None
         await self._arrival.settle(decision.source, mark, usage if outgoing.predictable else None)

@@ -47,6 +47,7 @@ class Case:
     uncached: tuple[int, ...]
     num_slots: tuple[int, ...]
     capacity: tuple[float, ...]
+    max_running: tuple[float, ...]
     output_tokens: float
 
 
@@ -78,6 +79,7 @@ CASES = st.builds(
     uncached=st.tuples(*[st.integers(0, 300_000)] * NUM_COLUMNS),
     num_slots=st.tuples(*[st.integers(0, 4)] * NUM_COLUMNS),
     capacity=st.tuples(*[st.one_of(st.just(np.inf), st.integers(1, 500_000).map(float))] * NUM_COLUMNS),
+    max_running=st.tuples(*[st.one_of(st.just(np.inf), st.integers(1, 5).map(float))] * NUM_COLUMNS),
     output_tokens=st.floats(1.0, 50_000.0),
 )
 COLUMNS = st.integers(0, NUM_COLUMNS - 1)
@@ -130,6 +132,7 @@ def ask(
             lora_ids=[case.lora_id for _ in columns],
             num_slots=np.array([case.num_slots[column] for column in columns]),
             capacity_tokens=np.array([case.capacity[column] for column in columns]),
+            max_running=np.array([case.max_running[column] for column in columns]),
         ),
     )
     rows = [costs.row(i) for i in range(len(columns))]
@@ -256,6 +259,7 @@ IDLE = Case(
     uncached=(0,) * NUM_COLUMNS,
     num_slots=(2,) * NUM_COLUMNS,
     capacity=(np.inf,) * NUM_COLUMNS,
+    max_running=(np.inf,) * NUM_COLUMNS,
     output_tokens=100.0,
 )
 
@@ -383,6 +387,13 @@ def test_memory_is_waited_for_where_prompt_and_output_do_not_fit(kv_tokens: int,
     assert terms(case).get("memory", [0.0] * NUM_COLUMNS) == pytest.approx([0.0, memory_ms, 0.0], abs=0.001)
 
 
+@pytest.mark.parametrize(("running", "batch_ms"), [(0, 0), (3, 0), (4, 5000 / 4), (6, 5000 * 3 / 4)])
+def test_a_place_in_the_batch_is_waited_for_where_it_is_full(running: int, batch_ms: float) -> None:
+    loads = tuple(booked(column) for column in range(NUM_COLUMNS) for _ in range(running))
+    case = replace(IDLE, loads=loads, max_running=(np.inf, 4.0, 100.0))
+    assert terms(case).get("batch", [0.0] * NUM_COLUMNS) == pytest.approx([0.0, batch_ms, 0.0], abs=0.001)
+
+
 def test_fuller_cache_is_no_cheaper_for_a_request_that_fills_it() -> None:
     loads = tuple(booked(column, kv_tokens=kv_tokens) for column, kv_tokens in enumerate((10, 500, 2000)))
     case = replace(IDLE, loads=loads, capacity=(1000.0,) * NUM_COLUMNS, uncached=(950,) * NUM_COLUMNS)
@@ -404,6 +415,7 @@ def test_each_candidate_is_asked_for_what_it_calls_the_adapter() -> None:
             lora_ids=lora_ids,
             num_slots=np.ones(len(lora_ids), np.int64),
             capacity_tokens=numbers * np.inf,
+            max_running=numbers * np.inf,
         )
         costs = estimate(book, WEIGHTS, np.arange(len(lora_ids)), demand)
         return [costs.row(i).get("slot", 0.0) for i in range(len(lora_ids))]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -42,7 +47,10 @@ AT_REST = (0.0,) * 5
 class _Open:
     """A booking that is neither finished nor void, as the model knows it."""
 
-    def __init__(self, column: int, tokens: int, lora_id: LoraId | None, kv_tokens: int, own_ms: float) -> None:
+    def __init__(
+        self, column: int, tokens: int, lora_id: LoraId | None, kv_tokens: int, own_ms: float, whole: bool
+    ) -> None:
+        self.whole = whole
         self.column = column
         self.tokens = tokens
         self.lora_id = lora_id
@@ -73,9 +81,17 @@ class OpenBookings(RuleBasedStateMachine):
         kv_tokens=st.integers(0, 1000),
         num_slots=st.integers(0, 3),
         capacity_tokens=st.integers(0, 2000),
+        whole=st.booleans(),
     )
     def dispatch(
-        self, column: int, tokens: int, lora_id: LoraId | None, kv_tokens: int, num_slots: int, capacity_tokens: int
+        self,
+        column: int,
+        tokens: int,
+        lora_id: LoraId | None,
+        kv_tokens: int,
+        num_slots: int,
+        capacity_tokens: int,
+        whole: bool,
     ) -> Booking:
         booking = self.book.book(
             column,
@@ -85,11 +101,12 @@ class OpenBookings(RuleBasedStateMachine):
             kv_tokens=kv_tokens,
             num_slots=num_slots,
             capacity_tokens=capacity_tokens,
+            whole=whole,
         )
         used_tokens = sum(one.kv_tokens for one in self.open.values() if one.column == column)
         assert booking.cramped == (capacity_tokens > 0 and used_tokens + kv_tokens > capacity_tokens)
         assert booking.own_ms == self.book.speed.ms(column, tokens)
-        self.open[booking] = _Open(column, tokens, lora_id, kv_tokens, booking.own_ms)
+        self.open[booking] = _Open(column, tokens, lora_id, kv_tokens, booking.own_ms, whole)
         if lora_id is not None and num_slots:
             recent = [one for one in self.recent[column] if one != lora_id]
             self.recent[column] = [*recent, lora_id][-num_slots:]
@@ -103,18 +120,18 @@ class OpenBookings(RuleBasedStateMachine):
     def first_token(self, booking: Booking, times: int) -> None:
         for _ in range(times):
             booking.first_token(now_s=self.now_s)
-        if booking in self.open:
+        if booking in self.open and self.open[booking].queued:
             self.open[booking].queued = False
+            before = itertools.takewhile(lambda one: one is not booking, self.open)  # as they were dispatched
+            for one in list(before):
+                if one.whole and self.open[one].column == self.open[booking].column:
+                    self.open[one].queued = False
 
     @rule(booking=bookings, well=st.booleans(), times=st.integers(1, 2))
     def finish(self, booking: Booking, well: bool, times: int) -> None:
         for _ in range(times):
             booking.finish(now_s=self.now_s if well else None)
         self.open.pop(booking, None)
-
-    @rule(booking=bookings)
-    def answer_whole(self, booking: Booking) -> None:
-        booking.timed = False
 
     @rule(column=columns)
     def reset(self, column: int) -> None:
@@ -254,7 +271,7 @@ def test_waiting_for_prompts_ahead_is_not_taken_for_computing() -> None:
     assert book.speed.num_samples(0) == 2
 
 
-@pytest.mark.parametrize("why", ["untimed", "cramped", "over"])
+@pytest.mark.parametrize("why", ["whole", "cramped", "over"])
 def test_requests_that_waited_for_something_else_teach_no_speed(why: str) -> None:
     book = book_of()
     book.book(0, tokens=0, lora_id=B, now_s=0.0, kv_tokens=800, num_slots=1)
@@ -266,8 +283,8 @@ def test_requests_that_waited_for_something_else_teach_no_speed(why: str) -> Non
         kv_tokens=300,
         num_slots=1,
         capacity_tokens=1099 if why == "cramped" else 1100,
+        whole=why == "whole",
     )
-    booking.timed = why != "untimed"
     booking.first_token(now_s=70.0)
     assert book.speed.num_samples(0) == 0
     assert book.speed.log_ms.tolist() == book_of().speed.log_ms.tolist()
@@ -328,11 +345,10 @@ def test_a_clock_that_stands_before_the_last_booking_is_no_older() -> None:
 
 def test_duration_is_learned_of_requests_that_end_well_and_stream() -> None:
     book = book_of()
-    endings = [(True, None), (False, 4.0), (True, 4.0)]
+    endings = [(False, None), (True, 4.0), (False, 4.0)]
     seen = []
-    for timed, end_s in endings:
-        booking = book.book(0, tokens=10, lora_id=None, now_s=0.0)
-        booking.timed = timed
+    for whole, end_s in endings:
+        booking = book.book(0, tokens=10, lora_id=None, now_s=0.0, whole=whole)
         booking.first_token(now_s=1.0)
         booking.finish(now_s=end_s)
         seen.append(book.request_ms)
@@ -352,14 +368,44 @@ def test_decode_steps_are_learned_of_streams_less_the_prompts_computed_meanwhile
     assert step_ms(book.decode.model, 1, 1000) == pytest.approx(25.0, rel=0.05)
 
 
-@pytest.mark.parametrize("how", ["short", "untimed", "broken"])
+@pytest.mark.parametrize("how", ["short", "whole", "broken"])
 def test_no_decode_step_is_learned_of_what_does_not_tell(how: str) -> None:
     book = book_of()
-    booking = book.book(0, tokens=100, lora_id=None, now_s=0.0)
-    booking.timed = how != "untimed"
+    booking = book.book(0, tokens=100, lora_id=None, now_s=0.0, whole=how == "whole")
     booking.first_token(now_s=1.0)
     booking.finish(now_s=None if how == "broken" else 2.0, output_tokens=MIN_TOKENS - (how == "short"))
     assert book.decode.num_samples == 0
+
+
+def test_prompts_that_were_given_up_took_no_time_from_decode_steps() -> None:
+    book = book_of()
+    for n in range(8):
+        stream = book.book(0, tokens=100, context_tokens=1000, lora_id=None, now_s=10.0 * n)
+        stream.first_token(now_s=10.0 * n)
+        book.book(0, tokens=20_000, lora_id=None, now_s=10.0 * n).finish()  # its client has left
+        stream.finish(now_s=10.0 * n + 2.5, output_tokens=101)
+    assert step_ms(book.decode.model, 1, 1000) == pytest.approx(25.0, rel=0.05)
+
+
+def test_whole_answers_wait_no_longer_than_their_prompts_take() -> None:
+    """An engine that computes half of the time, a prompt after the other; nine of ten answers come whole, after 20 s."""
+    rng, book = random.Random(1), book_of()
+    arrivals = [(n * 0.4 + rng.uniform(0, 0.3), rng.random() < 0.9) for n in range(500)]
+    waits_ms, believed_ms, ready_s = [], [], 0.0
+    happen: list[tuple[float, int, Callable[..., None]]] = []
+    for number, (at_s, whole) in enumerate(sorted(arrivals)):
+        while happen and happen[0][0] <= at_s:
+            then_s, _, act = heapq.heappop(happen)
+            act(now_s=then_s)
+        believed_ms.append(queue_ms(book.state[0], at_s))
+        waits_ms.append(max(0.0, ready_s - at_s) * 1000)
+        booking = book.book(0, tokens=1000, lora_id=None, now_s=at_s, whole=whole)
+        ready_s = max(ready_s, at_s) + 0.2
+        first_s = ready_s + 20 if whole else ready_s
+        heapq.heappush(happen, (first_s, 2 * number, booking.first_token))
+        heapq.heappush(happen, (ready_s + 20, 2 * number + 1, booking.finish))
+    assert np.mean(believed_ms[50:]) == pytest.approx(np.mean(waits_ms[50:]), abs=150)
+    assert book.speed.ms(0, 1000) == pytest.approx(200, rel=0.25)
 
 
 def test_output_is_followed_slowly_and_no_single_one_counts_for_much() -> None:

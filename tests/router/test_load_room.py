@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from router.load import LoadBook
 from router.terms import MIN_QUEUE_SHARE, queue_ms
 
 A = LoraId("a" * 32)
-UNLIMITED: dict[str, Any] = {"now_s": 0.0, "max_queue_ms": 1e12, "max_running": 0, "capacity_tokens": 0}
+UNLIMITED: dict[str, float] = {"now_s": 0.0, "max_queue_ms": 1e12, "max_running": np.inf, "capacity_tokens": np.inf}
 
 
 def book_of(num_running: int = 0, *, num_columns: int = 1) -> LoadBook:
@@ -26,7 +27,11 @@ def book_of(num_running: int = 0, *, num_columns: int = 1) -> LoadBook:
 
 
 def has_room(book: LoadBook, **limits: float) -> bool:
-    return book.has_room(0, **{**UNLIMITED, **limits})
+    asked = {**UNLIMITED, **limits}
+    by_column: dict[str, Any] = {
+        name: np.array([float(asked.pop(name))]) for name in ("max_running", "capacity_tokens")
+    }
+    return book.has_room(np.array([0]), **by_column, **asked)
 
 
 def report(book: LoadBook, *counts: int) -> float:

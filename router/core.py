@@ -13,6 +13,7 @@ from collections import Counter, deque
 import numpy as np
 from numpy.typing import NDArray
 
+from router.booking import Booking
 from router.choice import LoggedCandidate, LoggedDecision, choose, left_out
 from router.cost import CostWeights, Demand, estimate
 from router.decision import Decision, Reason, RouteRequest
@@ -23,7 +24,7 @@ from router.hashing import TOKEN_BYTES
 from router.holders import Holders, Target, WorkerRecord
 from router.ids import LoraId, SourceId, WorkerId
 from router.ingest import EventIngest, SourceState
-from router.load import Booking, LoadBook
+from router.load import LoadBook
 from router.predict import UNKNOWN, Predictor
 from router.reports import TableView, WorkerReport, WorkerState
 from router.roster import Roster

@@ -105,6 +105,13 @@ class AdapterUnavailable(NoCapacity):
     code = "adapter_unavailable"
 
 
+class RequestOverdue(RouterError):
+    """The request has lived as long as it may; its engine was told to end it."""
+
+    status = 504
+    code = "request_timeout"
+
+
 class UpstreamError(RouterError):
     """The chosen engine failed before it answered."""
 

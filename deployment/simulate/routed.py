@@ -10,13 +10,13 @@ from typing import Any, Final
 import msgspec
 
 from deployment.simulate.fleet import Flight, News, Simulation
+from router.booking import Booking
 from router.core import RouterCore
 from router.cost import CostWeights
 from router.cursor import SeqPayload
 from router.decision import RouteRequest
 from router.effects import Effect, RequestReplay, RequestSnapshot, Subscribe
 from router.ids import DpRank, Incarnation, LoraId, SourceId, WorkerId
-from router.load import Booking
 from router.reports import AdapterState, Holding, RankReport, TableView, WorkerReport, WorkerState
 
 _encode: Final = msgspec.msgpack.Encoder().encode

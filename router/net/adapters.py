@@ -84,9 +84,9 @@ class AdapterGate:
                     raise AdapterUnavailable(f"adapter {name!r} can't be loaded: {error}")
                 if now_s - started_s > self._wait_s:
                     raise AdapterUnavailable(
-                        f"adapter {name!r} wasn't loaded within {self._wait_s:.0f} s: all workers are busy"
+                        f"no worker that is well has loaded adapter {name!r} within {self._wait_s:.0f} s"
                     )
-                self._ask(name, more=bool(exclude))
+                self._ask(name, more=self._is_held_in_vain(name))
                 changed = self._changed
                 try:
                     async with asyncio.timeout(_ASK_S):
@@ -124,6 +124,10 @@ class AdapterGate:
     def _is_held(self, name: str, exclude: Collection[WorkerId]) -> bool:
         ready = self._core.ready_workers()
         return any(name in record.adapters and record.report.worker_id not in exclude for record in ready)
+
+    def _is_held_in_vain(self, name: str) -> bool:
+        """Whether workers hold it that requests don't go to: those that are suspended, or have failed this one."""
+        return any(name in record.adapters for record in self._core.workers.values())
 
     def _failure(self, name: str) -> str | None:
         """Why the adapter can't be had, where all that hold anything of it have failed; None while there is hope."""

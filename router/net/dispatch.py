@@ -18,7 +18,7 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from router.admission import Ticket
+from router.admission import Priority, Ticket
 from router.core import RouterCore
 from router.decision import Decision, RouteRequest
 from router.errors import (
@@ -27,6 +27,7 @@ from router.errors import (
     InvalidRequest,
     NoCapacity,
     Overloaded,
+    RequestOverdue,
     RouterError,
     UpstreamError,
 )
@@ -75,6 +76,7 @@ class Dispatcher:
         self._admission = admission
         self._sample = sample
         self._gate = gate
+        self._timeout_s = timeout_s
         self._labels = AdapterLabels()
         self._tasks: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(
@@ -90,6 +92,7 @@ class Dispatcher:
             self._failover,
             account=self._account,
             on_computed=admission.changed,
+            abort=self._abort,
         )
 
     async def close(self) -> None:
@@ -185,19 +188,29 @@ class Dispatcher:
 
     async def send(self, outgoing: Outgoing, wanted: RouteRequest, request: web.Request) -> web.StreamResponse:
         """Wait for room, then route and relay until a worker answers. Raises RouterError."""
+        deadline_s = time.monotonic() + self._timeout_s
         priority = priority_of(request.headers.get(PRIORITY_HEADER))
-        tokens = wanted.num_tokens + round(self._core.load.output_tokens)
-        ticket = await self._admission.enter(wanted.adapter, priority, tokens)
+        ticket = await self._enter(wanted, priority)
+        self._failover.budget.asked(time.monotonic())
         try:
-            return await self._send(outgoing, wanted, request, ticket)
+            return await self._send(outgoing, wanted, request, priority, ticket, deadline_s)
         finally:
             self._admission.changed()
 
+    async def _enter(self, wanted: RouteRequest, priority: Priority) -> Ticket | None:
+        tokens = wanted.num_tokens + round(self._core.load.output_tokens)
+        return await self._admission.enter(wanted.adapter, priority, tokens)
+
     async def _send(
-        self, outgoing: Outgoing, wanted: RouteRequest, request: web.Request, ticket: Ticket | None
+        self,
+        outgoing: Outgoing,
+        wanted: RouteRequest,
+        request: web.Request,
+        priority: Priority,
+        ticket: Ticket | None,
+        deadline_s: float,
     ) -> web.StreamResponse:
         failed: dict[WorkerId, str] = {}
-        self._failover.budget.asked(time.monotonic())
         while True:
             now_s = time.monotonic()
             try:
@@ -208,6 +221,7 @@ class Dispatcher:
                 self._admission.sent(ticket)
                 self._admission.check_bound(self._gate.waiting.total())
                 await self._gate.wait(wanted.adapter, failed.keys())
+                ticket = await self._enter(wanted, priority)  # many may have waited for it with this one
                 continue
             except NoCapacity as exc:
                 if failed:
@@ -218,13 +232,13 @@ class Dispatcher:
             with booking:
                 self._gate.used(decision)
                 try:
-                    return await self._relay.attempt(outgoing, decision, booking, request)
+                    return await self._relay.attempt(outgoing, decision, booking, request, deadline_s=deadline_s)
                 except AdapterGoneError:
                     self._gate.gone(decision)
                 except EngineLostError as exc:
                     self._abort(decision, outgoing.request_id)
                     self._lost(outgoing, decision.source.worker_id, str(exc), failed)
-                except (asyncio.CancelledError, ConnectionResetError):
+                except (asyncio.CancelledError, ConnectionResetError, RequestOverdue):
                     self._abort(decision, outgoing.request_id)
                     raise
 
@@ -233,11 +247,11 @@ class Dispatcher:
         failed[worker_id] = why
         log.warning("request %s: worker %s lost (%s)", outgoing.request_id, worker_id, why)
         self._failover.failed(worker_id)
-        self._record(metrics.RETRIES, 1, worker_id)
         if len(failed) >= MAX_ATTEMPTS:
             raise UpstreamError(f"{len(failed)} workers failed this request: {failed}")
         if not self._failover.budget.take(time.monotonic()):
             raise UpstreamError(f"worker {worker_id} failed this request, and too many are being tried again: {why}")
+        self._record(metrics.RETRIES, 1, worker_id)
 
     def _account(self, outgoing: Outgoing, decision: Decision, status: str, ttft_s: float, usage: Usage | None) -> None:
         adapter = self._labels.label(outgoing.adapter)

@@ -15,7 +15,7 @@ from router.decision import Decision, RouteRequest
 from router.hashing import pack_tokens
 from router.health import Failures, RetryBudget, stall_limit_s
 from router.holders import WorkerRecord
-from router.ids import Incarnation, SourceId, WorkerId
+from router.ids import SourceId, WorkerId
 from router.net.engine_probe import ProbeError
 
 log = logging.getLogger(__name__)
@@ -29,23 +29,26 @@ Probe = Callable[[SourceId, RouteRequest], Awaitable[int]]
 
 
 class Attempt:
-    """A request at a worker, until its first byte."""
+    """A request at a worker."""
 
-    __slots__ = ("expected_ms", "incarnation", "limit", "since_s", "worker_id")
+    __slots__ = ("end", "expected_ms", "has_begun", "heard_s", "incarnation", "worker_id")
 
     def __init__(self, decision: Decision, now_s: float) -> None:
         self.worker_id = decision.source.worker_id
         self.incarnation = decision.source.incarnation
         self.expected_ms = decision.cost_ms
-        self.since_s = now_s
-        #: ends the attempt; None while nothing may
-        self.limit: asyncio.Timeout | None = None
+        #: when it was sent, or the last of its answer came
+        self.heard_s = now_s
+        #: its client has seen something of the answer
+        self.has_begun = False
+        #: ends the wait for what comes next; None while nothing is waited for
+        self.end: Callable[[], None] | None = None
 
     def give_up(self) -> None:
-        """End it, if that may be done; it may be tried elsewhere."""
-        if self.limit is not None:
-            self.limit.reschedule(asyncio.get_running_loop().time())
-            self.limit = None
+        """What is waited for won't come."""
+        if self.end is not None:
+            end, self.end = self.end, None
+            end()
 
 
 class Failover:
@@ -57,19 +60,21 @@ class Failover:
         self._probe = probe
         self._failures = Failures()
         #: whose failures are counted
-        self._lives: dict[WorkerId, Incarnation] = {}
+        self._lives: dict[WorkerId, WorkerRecord] = {}
         self.budget = RetryBudget()
-        #: attempts without a byte yet
+        #: all that haven't ended
         self._attempts: set[Attempt] = set()
         #: when something came from a worker for the last time
         self._heard_s: dict[WorkerId, float] = {}
-        self._probing: dict[tuple[WorkerId, Incarnation], asyncio.Task[None]] = {}
+        #: as it was when its latest probing began, while that goes on
+        self._probed: dict[WorkerId, WorkerRecord] = {}
+        self._probing: set[asyncio.Task[None]] = set()
         #: times that a worker was suspended
         self.suspensions = 0
 
     @contextmanager
     def attempt(self, decision: Decision) -> Iterator[Attempt]:
-        """While a request's first byte is waited for."""
+        """While a request is at a worker."""
         attempt = Attempt(decision, time.monotonic())
         self._attempts.add(attempt)
         try:
@@ -77,13 +82,13 @@ class Failover:
         finally:
             self._attempts.discard(attempt)
 
-    def heard(self, worker_id: WorkerId) -> None:
-        """Something came from the worker: it lives."""
-        self._heard_s[worker_id] = time.monotonic()
+    def heard(self, attempt: Attempt) -> None:
+        """More of an answer has come: its worker lives."""
+        attempt.heard_s = self._heard_s[attempt.worker_id] = time.monotonic()
 
     def answered(self, worker_id: WorkerId) -> None:
         """The worker has answered, well or with the client's fault."""
-        self.heard(worker_id)
+        self._heard_s[worker_id] = time.monotonic()
         self._failures.answered(worker_id)
 
     def failed(self, worker_id: WorkerId) -> None:
@@ -91,9 +96,8 @@ class Failover:
         record = self._core.workers.get(worker_id)
         if record is None:
             return
-        incarnation = record.report.incarnation
-        if self._lives.get(worker_id) != incarnation:
-            self._lives[worker_id] = incarnation
+        if self._lives.get(worker_id) is not record:
+            self._lives[worker_id] = record
             self._failures.answered(worker_id)  # another life's failures aren't its own
         if self._failures.failed(worker_id):
             self._suspend(record, "it fails")
@@ -109,29 +113,36 @@ class Failover:
 
     async def close(self) -> None:
         """Stop probing."""
-        for task in self._probing.values():
+        for task in self._probing:
             task.cancel()
-        await asyncio.gather(*self._probing.values(), return_exceptions=True)
+        await asyncio.gather(*self._probing, return_exceptions=True)
 
     def _look_at(self, attempt: Attempt, now_s: float) -> None:
         record = self._core.workers.get(attempt.worker_id)
-        if record is None:
+        limit_s = stall_limit_s(attempt.expected_ms)
+        if record is None or record.report.incarnation != attempt.incarnation:
+            if now_s - attempt.heard_s > limit_s:  # its engine is gone without a word, and perhaps its machine
+                attempt.give_up()
             return
-        is_past = record.report.incarnation != attempt.incarnation
-        heard_s = 0.0 if is_past else self._heard_s.get(attempt.worker_id, 0.0)
-        if now_s - max(attempt.since_s, heard_s) <= stall_limit_s(attempt.expected_ms):
-            return
-        if is_past:  # its engine is gone without a word
-            attempt.give_up()
-        else:
+        heard_s = max(attempt.heard_s, self._heard_s.get(attempt.worker_id, 0.0))
+        if not attempt.has_begun and now_s - heard_s > limit_s:
             self._start_probing(record, doubted=True)
 
     def _start_probing(self, record: WorkerRecord, *, doubted: bool) -> None:
         """Nothing where it is probed already."""
-        life = record.report.worker_id, record.report.incarnation
-        if life not in self._probing:
-            task = self._probing[life] = asyncio.ensure_future(self._keep_probing(record, doubted=doubted))
-            task.add_done_callback(lambda _: self._probing.pop(life, None))
+        worker_id = record.report.worker_id
+        if self._probed.get(worker_id) is record:
+            return
+        self._probed[worker_id] = record
+        task = asyncio.ensure_future(self._keep_probing(record, doubted=doubted))
+        self._probing.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._probing.discard(task)
+            if self._probed.get(worker_id) is record:
+                del self._probed[worker_id]
+
+        task.add_done_callback(ended)
 
     def _suspend(self, record: WorkerRecord, why: str) -> None:
         if record.suspended:
@@ -154,7 +165,8 @@ class Failover:
                 break
             self._suspend(record, f"a probe came to nothing: {why}")
             for attempt in self._attempts if self._is_anyone_well() else ():
-                if (attempt.worker_id, attempt.incarnation) == (worker_id, record.report.incarnation):
+                life = attempt.worker_id, attempt.incarnation
+                if life == (worker_id, record.report.incarnation) and not attempt.has_begun:
                     attempt.give_up()
         self.answered(worker_id)
         if record.suspended:

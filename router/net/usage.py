@@ -23,6 +23,18 @@ class _Answer(msgspec.Struct):
     choices: list[msgspec.Raw] = []
 
 
+class _Message(msgspec.Struct):
+    message: str = ""
+
+
+class _Error(msgspec.Struct):
+    """As SGLang's OpenAI paths answer it whole, or, under `error`, in streams and on its own paths."""
+
+    object: str = ""
+    message: str = ""
+    error: _Message | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of one request as its engine counted them."""
 
@@ -32,6 +44,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
+_decode_error = msgspec.json.Decoder(_Error).decode
 
 
 def usage_of(answer: bytes) -> Usage | None:
@@ -44,6 +57,17 @@ def usage_of(answer: bytes) -> Usage | None:
         return None
     details = usage.prompt_tokens_details
     return Usage(usage.prompt_tokens, usage.completion_tokens, details.cached_tokens if details else 0)
+
+
+def error_of(answer: bytes) -> str:
+    """Message of an engine's error, from a whole body or from the first event of a stream; '' where it is none."""
+    try:
+        said = _decode_error(answer.partition(_END)[0].removeprefix(b"data: "))
+    except msgspec.MsgspecError:
+        return ""
+    if said.error is not None:
+        return said.error.message
+    return said.message if said.object == "error" else ""
 
 
 class StreamFilter:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from router.booking import Booking
 from router.core import RouterCore
 from router.cost import CostWeights
 from router.errors import NoCapacity
 from router.ids import WorkerId
-from router.load import Booking
 from router.reports import WorkerReport, WorkerState
 from tests.router.fleet import A1, B1, LONG, Fleet, hashes, holding, report, request, source
 

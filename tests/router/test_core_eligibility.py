@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from router.booking import Booking
 from router.core import RouterCore
 from router.cost import CostWeights
 from router.errors import AdapterNotHeld, NoCapacity
 from router.ids import WorkerId
-from router.load import Booking
 from router.reports import AdapterState, TableView, WorkerState
 from tests.router.fleet import A1, B1, LONG, holding, report, request
 

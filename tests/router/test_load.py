@@ -13,9 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from router.booking import Booking
 from router.decode import MIN_TOKENS
 from router.ids import LoraId
-from router.load import Booking, LoadBook
+from router.load import LoadBook
 from router.terms import MIN_QUEUE_SHARE, RECENT, RUNS, queue_ms, step_ms
 
 A, B, C = LoraId("a" * 32), LoraId("b" * 32), LoraId("c" * 32)
@@ -388,7 +389,7 @@ def test_prompts_that_were_given_up_took_no_time_from_decode_steps() -> None:
 
 
 def test_whole_answers_wait_no_longer_than_their_prompts_take() -> None:
-    """An engine that computes half of the time, a prompt after the other; nine of ten answers come whole, after 20 s."""
+    """An engine that computes half of the time, prompt by prompt; nine of ten answers come whole, after 20 s."""
     rng, book = random.Random(1), book_of()
     arrivals = [(n * 0.4 + rng.uniform(0, 0.3), rng.random() < 0.9) for n in range(500)]
     waits_ms, believed_ms, ready_s = [], [], 0.0

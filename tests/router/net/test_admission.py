@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission import AdmissionConfig, Priority, Ticket
+from router.booking import Booking
 from router.errors import InvalidRequest, Overloaded
-from router.load import Booking
 from router.net.admission import Admission, priority_of
 from router.reports import RankLoad, WorkerReport
 from tests.router.fleet import A1, B1, Fleet, holding, report, request

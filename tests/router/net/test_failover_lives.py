@@ -9,7 +9,7 @@ import pytest
 from router.health import MIN_STALL_S
 from router.reports import WorkerState
 from tests.router.fleet import report, source
-from tests.router.net.test_failover import FOREVER_S, LOOK_S, W0, Ward, until
+from tests.router.net.test_failover import FOREVER_S, LOOK_S, W0, Ward, since_start, until
 from tests.router.net.virtual_time import moment, virtual_time
 
 LATE_S = 60.0
@@ -105,7 +105,64 @@ async def test_a_request_at_an_engine_that_is_gone_without_a_word_is_given_up() 
         ward.fleet.start(report("w0", "i2"))
         others = ward.wait_for_a_byte(ward.decision())
         await until(MIN_STALL_S - 1.0)
-        ward.failover.heard(W0)
+        ward.hear(W0)
         assert await asyncio.wait_for(waiting, LATE_S) == pytest.approx(MIN_STALL_S + LOOK_S, abs=LOOK_S)
         assert (ward.suspended(), others.done()) == (set(), False)
         others.cancel()
+
+
+@virtual_time
+async def test_requests_at_a_worker_that_was_forgotten_are_given_up() -> None:
+    """A machine without power says nothing: no reset ends the connection, and no other life follows."""
+    ward = Ward()
+    async with ward.watched():
+        waiting = ward.wait_for_a_byte(ward.decision())
+        await until(9.9)
+        ward.core.forget(W0)
+        assert await asyncio.wait_for(waiting, LATE_S) == pytest.approx(MIN_STALL_S + LOOK_S, abs=LOOK_S)
+
+
+@virtual_time
+async def test_a_stream_of_a_lost_life_ends_once_nothing_more_comes_of_it() -> None:
+    ward = Ward()
+    async with ward.watched():
+        ended_s: list[float] = []
+        with ward.failover.attempt(ward.decision()) as attempt:
+            attempt.has_begun = True
+            attempt.end = lambda: ended_s.append(since_start())
+            ward.core.forget(W0)
+            for at_s in range(5, 60, 5):  # cut off from us, perhaps, and not from its client
+                await until(at_s)
+                ward.failover.heard(attempt)
+            assert ended_s == []
+            await until(90.0)
+        assert ended_s == [pytest.approx(55.0 + MIN_STALL_S + LOOK_S, abs=LOOK_S)]
+
+
+@virtual_time
+async def test_a_stream_under_way_is_no_reason_to_doubt_its_worker() -> None:
+    ward = Ward()
+    async with ward.watched():
+        with ward.failover.attempt(ward.decision()) as attempt:
+            attempt.has_begun = True
+            await until(LATE_S)
+        assert ward.probes == []
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 9.0], ids=["between probes", "during one"])
+@virtual_time
+async def test_a_worker_that_was_forgotten_while_suspended_and_is_heard_again_comes_back(takes_s: float) -> None:
+    ward = Ward()
+    async with ward.watched():
+        ward.failing, ward.takes_s = {source("w0")}, {source("w0"): takes_s}
+        ward.fail(W0)
+        await until(6.0)
+        ward.core.forget(W0)
+        ward.fleet.start(report("w0"))
+        ward.failing = set()
+        ward.fail(W0, 1)
+        assert ward.suspended() == set(), "one failure isn't three"
+        ward.fail(W0, 2)
+        assert ward.suspended() == {"w0"}
+        await until(LATE_S)
+        assert ward.suspended() == set()

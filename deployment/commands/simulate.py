@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from actors.engine.emulated.profiles import profile_of
-from deployment.simulate.fleet import FleetSettings
+from deployment.simulate.fleet import FleetSettings, FleetTooSmallError
 from deployment.simulate.plot import plot_ttft
 from deployment.simulate.report import ideal_hit_rate, ttft_ms
 from deployment.simulate.scenario import check_policies, simulate
@@ -19,7 +20,7 @@ _COLUMNS = ("workers", "policy", "ttft p50", "p90", "p99 ms", "hit rate", "req/s
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 where a target was asked for and no size keeps it."""
+    """0; 1 where a target was asked for and no size keeps it, or where none serves the traffic at all."""
     policies = check_policies([name for name in arguments.policy.split(",") if name])
     sizes = _sizes(arguments.workers)
     traffic = Traffic(
@@ -38,10 +39,16 @@ def run(arguments: argparse.Namespace) -> int:
     ideal = 0.0
     for size in sizes:
         for policy in policies:
-            found, sim = simulate(trace, _fleet(arguments, size), policy, reload_s=traffic.reload_s)
+            try:
+                found, sim = simulate(trace, _fleet(arguments, size), policy, reload_s=traffic.reload_s)
+            except FleetTooSmallError as exc:
+                print(f"{size} workers under {policy}: {exc}", file=sys.stderr)
+                continue
             rows.append({"workers": size, "policy": policy, **found})
             times[f"{policy}, {size} workers"] = ttft_ms(sim)
             ideal = ideal_hit_rate(sim)
+    if not rows:
+        return 1
     enough = _enough(rows, policies[0], arguments.target_ms)
     if arguments.plot:
         plot_ttft(times, Path(arguments.plot), title=f"{Path(arguments.trace).name}, {arguments.adapters} adapters")

@@ -23,6 +23,10 @@ RETRY_S: Final = 0.05
 _MAX_VIRTUAL_S: Final = 24 * 3600.0
 
 
+class FleetTooSmallError(RuntimeError):
+    """The traffic can't be served; the message says how much is left."""
+
+
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet, and what goes wrong in it."""
 
@@ -143,7 +147,7 @@ class Simulation:
         self.policy: Policy
 
     def run(self, policy: Policy) -> None:
-        """Play the trace to the end of its last call."""
+        """Play the trace to the end of its last call. Raises FleetTooSmallError."""
         self.policy = policy
         for flight in self.flights:
             self._at(flight.call.at_s + self.settings.ingress_ms / 1000, self._dispatch, flight)
@@ -156,7 +160,9 @@ class Simulation:
             at_s, _, act, arguments = heapq.heappop(self._heap)
             self.now_s = at_s
             if at_s > end_s:
-                raise RuntimeError(f"{self._open} calls aren't served a day after the last: the fleet is far too small")
+                raise FleetTooSmallError(
+                    f"{self._open} calls aren't served a day after the last: the fleet is far too small"
+                )
             act(*arguments)
 
     def _at(self, at_s: float, act: Callable[..., None], *arguments: Any) -> None:

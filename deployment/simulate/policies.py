@@ -5,7 +5,7 @@
 | round_robin, random, least_loaded | any load balancer |
 | conversation_hash | session affinity of a gateway |
 | prefix_approximate | SGLang's router: a history of its own, no events; defaults: threshold 0.3, balance 64 and 1.5 |
-| name_keyed | KV events keyed by adapter name, with the cost that NVIDIA Dynamo publishes (see ARCHITECTURE.md) |
+| name_keyed | KV events keyed by adapter name, with NVIDIA Dynamo's published cost: blocks to prefill, blocks active |
 | oracle | knows each engine's state, speeds, output lengths; no strict bound, it too takes calls one by one |
 """
 

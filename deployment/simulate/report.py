@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -43,17 +44,18 @@ def ttft_ms(sim: Simulation) -> list[float]:
 
 
 def ideal_hit_rate(sim: Simulation) -> float:
-    """Share of prompt tokens that one cache without end would have had, reloads apart."""
+    """Share of prompt tokens that one cache without end would have had, reloads apart.
+
+    Engines compute each prompt's last token, and its page where it ends one.
+    """
     seen: set[tuple[str | None, int]] = set()
     cached = total = 0
     for flight in sim.flights:
         total += flight.call.num_tokens
-        hit = True
-        for page in flight.call.pages:
-            key = (flight.call.adapter, page)
-            hit = hit and key in seen
-            cached += sim.page_size * hit
-            seen.add(key)
+        keys = [(flight.call.adapter, page) for page in flight.call.pages]
+        known = list(itertools.takewhile(seen.__contains__, keys))
+        cached += sim.page_size * min(len(known), (flight.call.num_tokens - 1) // sim.page_size)
+        seen.update(keys)
     return round(cached / total, 4)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deployment.simulate.fleet import RETRY_S, Flight, Simulation
+from deployment.simulate.fleet import RETRY_S, FleetTooSmallError, Flight, Simulation
 from deployment.simulate.report import figures, ideal_hit_rate
 from deployment.simulate.trace import Trace
 from tests.deployment.simulate.traces import (
@@ -302,8 +302,14 @@ def test_the_last_worker_never_dies() -> None:
     assert figures(two)["requests"] == len(BUSY.calls)
 
 
+def test_the_ideal_leaves_out_the_page_that_a_prompt_ends_with() -> None:
+    sim = play_out(Trace([call(at_s, [1, 2], tail=0) for at_s in (0.0, 1.0)], PAGE), settings(num_workers=1))
+
+    assert ideal_hit_rate(sim) == figures(sim)["token_hit_rate"] == 0.25
+
+
 def test_a_fleet_that_is_far_too_small_says_so() -> None:
     two_days = msgspec.structs.replace(PROFILE, decode_base_ms=2 * 24 * 3600 * 1000.0)
 
-    with pytest.raises(RuntimeError, match=r"1 calls .* far too small"):
+    with pytest.raises(FleetTooSmallError, match=r"1 calls .* far too small"):
         play_out(Trace([call(0.0, [1], output=2)], PAGE), settings(profile=two_days))

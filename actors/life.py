@@ -158,6 +158,9 @@ class EngineLife:
         except TimeoutError as exc:
             log.error("worker %s: %s; its engine is ended", self._report.worker_id, exc)
             await self.kill()
+        except Exception:  # a fault of ours: another life starts from what the table says
+            log.exception("worker %s: its adapters can't be looked after; its engine is ended", self._report.worker_id)
+            await self.kill()
 
     async def _heal(self) -> None:
         """Empty the engine's cache where the mirror has missed what nobody can tell it any more."""

@@ -208,7 +208,11 @@ class Router:
 
     async def _compare_tokenizers(self, report: WorkerReport, tokenizer: PromptTokenizer) -> None:
         """All engines serve one model: the first to be ready tells whether we tokenize as they do."""
-        difference = await self._dispatcher.check_tokenizer(report.url, tokenizer)
+        try:
+            difference = await self._dispatcher.check_tokenizer(report.url, tokenizer)
+        except Exception:  # a tokenizer is a model's own code
+            log.exception("chats are tokenized by the engines, since ours can't be compared")
+            return
         record = self._core.workers.get(report.worker_id)
         if difference is None or record is None or record.report.incarnation != report.incarnation:
             self._compared = None  # the next heartbeat asks again

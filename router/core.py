@@ -114,14 +114,12 @@ class RouterCore:
             NoCapacity: no ready worker can serve the request.
         """
         made = self._decide(request)
-        if request.extra_key is not None:
-            self._remember_key(request.extra_key)
         self._num_decisions += 1
         self._recent.append(made)
         return made.decision
 
     def preview(self, request: RouteRequest) -> Decision:
-        """What `route` would decide now. Changes nothing. Raises NoCapacity."""
+        """What `route` would decide now; it remembers the request's extra_key, nothing else. Raises NoCapacity."""
         return self._decide(request).decision
 
     def decisions(self, *, since: int = 0) -> list[LoggedDecision]:
@@ -129,7 +127,7 @@ class RouterCore:
         return [made.logged() for made in self._recent if made.number >= since]
 
     def explain(self, request: RouteRequest) -> list[LoggedCandidate]:
-        """Every source that `route` would weigh, cheapest first. Changes nothing. Raises NoCapacity."""
+        """Every source that `route` would weigh, cheapest first. Changes as little as `preview`. Raises NoCapacity."""
         found = self._evaluate(request)
         return sorted(candidates(found, self._left_out(request, found)), key=lambda candidate: candidate.cost_ms)
 
@@ -235,6 +233,8 @@ class RouterCore:
             holders = Holders.of(holders.targets, request.adapter, request.exclude)
         if not holders.targets:
             raise self._why_none(request)
+        if request.extra_key is not None:
+            self._remember_key(request.extra_key)
         exact = self.ingest.exact[holders.columns] & holders.heard
         cached = self._predict(request, holders, exact)
         costs = estimate(

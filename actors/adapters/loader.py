@@ -24,7 +24,7 @@ from router.reports import AdapterState, Holding
 log = logging.getLogger(__name__)
 
 UNLOAD_S: Final = 120.0
-"""Requests of an adapter may run so long after it was given up; then its engine is taken for stuck."""
+"""An engine that unloads for so long and has no requests is stuck. It lets the adapter's last request end first."""
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 
 
@@ -70,7 +70,7 @@ class AdapterLoader:
         self._wake.set()
 
     async def run(self) -> None:
-        """Converge, whenever there is something to do. Raises TimeoutError if the engine doesn't let an adapter go."""
+        """Converge, whenever there is something to do. Raises TimeoutError if the engine is stuck."""
         while True:
             self._wake.clear()
             if await self._step():
@@ -127,11 +127,25 @@ class AdapterLoader:
     async def _unload(self, row: Holding) -> None:
         self._rows[row.name] = msgspec.structs.replace(row, state=AdapterState.UNLOADING)
         self._on_change()
+        unloading = asyncio.ensure_future(self._client.unload_adapter(row.name, timeout_s=None))
         try:
-            await self._client.unload_adapter(row.name, timeout_s=self._unload_s)
+            while not (await asyncio.wait({unloading}, timeout=self._unload_s))[0]:
+                if not await self._is_busy():
+                    raise TimeoutError(f"the engine has no requests and doesn't unload adapter {row.name}")
+            await unloading
         except EngineError as exc:
             raise TimeoutError(f"the engine doesn't unload adapter {row.name}: {exc}") from exc
+        finally:
+            unloading.cancel()
         self._forget(row.name)
+
+    async def _is_busy(self) -> bool:
+        """Whether the engine has requests, as far as it says."""
+        try:
+            loads = await self._client.loads()
+        except EngineError:
+            return False
+        return any(load.running + load.waiting for load in loads.values())
 
     def _forget(self, name: str) -> None:
         self._rows.pop(name, None)

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 HUB: Final = "hf"
 _SCRATCH: Final = ".fetching-"
+_ABANDONED_S: Final = 24 * 3600.0
+"""No fetch takes so long."""
 
 
 class SourceError(ValueError):
@@ -100,8 +103,8 @@ class AdapterCache:
             raise
         except AdapterFilesError as exc:
             raise SourceError(str(exc)) from exc
-        except (OSError, ValueError, RuntimeError) as exc:
-            raise SourceError(f"{source!r} can't be read: {exc}") from exc
+        except Exception as exc:  # hubs and object stores have errors of their own
+            raise SourceError(f"{source!r} can't be read: {type(exc).__name__}: {exc}") from exc
 
     def _has(self, content: str) -> bool:
         """Whether it is here; it then counts as used now."""
@@ -131,6 +134,15 @@ class AdapterCache:
 
     def _prune(self, *, keep: Path) -> None:
         """Remove what was used longest ago, down to the size. An engine has read what it loaded."""
+        with self._locked("prune"):  # no source: those are paths and URIs
+            self._remove(keep)
+
+    def _remove(self, keep: Path) -> None:
+        before_s = time.time() - _ABANDONED_S
+        for path in self._folder.glob(f"{_SCRATCH}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < before_s:  # its process was killed
+                    shutil.rmtree(path, ignore_errors=True)
         kept = [p for p in self._folder.iterdir() if p.is_dir() and not p.name.startswith(_SCRATCH)]
         sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in kept}
         total = sum(sizes.values())
@@ -199,10 +211,13 @@ def _download_any(source: str, folder: Path) -> None:
         filesystem, root = fsspec.url_to_fs(source)
         for name in (CONFIG_FILE, *WEIGHT_FILES):
             path = f"{root.rstrip('/')}/{name}"
-            if filesystem.isfile(path):
-                filesystem.get_file(path, str(folder / name))
-                if name in WEIGHT_FILES:
-                    return
+            try:
+                filesystem.info(path)  # `isfile` would take a store that can't be reached for one without the file
+            except FileNotFoundError:
+                continue
+            filesystem.get_file(path, str(folder / name))
+            if name in WEIGHT_FILES:
+                return
     except (ImportError, ValueError, OSError) as exc:
         raise SourceError(f"{source}: {exc}") from exc
 

@@ -11,6 +11,7 @@ Reached through the entry points that `child.plugin_path` writes. Sources: sglan
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -117,17 +118,22 @@ def _derive_lora_ids() -> None:
     def derived_id(lora_name: str, lora_path: str) -> str:
         return lora_id(lora_name, content_id(Path(lora_path)))
 
+    #: ids of loads that are about to be made, by name and path
+    coming: dict[tuple[str, str], str] = {}
+
     def derived_ref(*, lora_name: str, lora_path: str, pinned: bool | None = None) -> Any:
-        return LoRARef(
-            lora_id=derived_id(lora_name, lora_path), lora_name=lora_name, lora_path=lora_path, pinned=pinned
-        )
+        new_id = coming.get((lora_name, lora_path)) or derived_id(lora_name, lora_path)
+        return LoRARef(lora_id=new_id, lora_name=lora_name, lora_path=lora_path, pinned=pinned)
 
     load = control.TokenizerControlMixin.load_lora_adapter
 
     async def guarded_load(self: Any, obj: Any, request: Any = None) -> Any:
-        """Refuse what is loaded already, before the scheduler sees it."""
+        """Refuse what is loaded already, before the scheduler sees it.
+
+        Reading the files takes a second a gigabyte, and this loop sends all answers: a thread does it, once.
+        """
         try:
-            new_id = derived_id(obj.lora_name, obj.lora_path)
+            new_id = await asyncio.to_thread(derived_id, obj.lora_name, obj.lora_path)
         except ValueError as exc:
             return LoadLoRAAdapterReqOutput(success=False, error_message=str(exc))
         for ref in self.lora_registry.get_all_adapters().values():
@@ -135,7 +141,11 @@ def _derive_lora_ids() -> None:
                 return LoadLoRAAdapterReqOutput(
                     success=False, error_message=f"adapter {obj.lora_name!r} is already loaded with these weights"
                 )
-        return await load(self, obj, request)
+        coming[obj.lora_name, obj.lora_path] = new_id
+        try:
+            return await load(self, obj, request)
+        finally:
+            coming.pop((obj.lora_name, obj.lora_path), None)
 
     unload = control.TokenizerControlMixin._unload_lora_adapter_locked
 

@@ -47,8 +47,10 @@ async def disagreement(session: aiohttp.ClientSession, url: str, tokenizer: Prom
     '' where they don't, None where the engine doesn't say.
     """
     chat = {"model": "probe", "messages": list(PROBE)}
+    no_system = {"model": "probe", "messages": list(PROBE[1:])}  # some templates refuse a system message
     for what, ours, body in (
         ("a chat", await tokenizer.chat(chat), chat),
+        ("a chat without a system message", await tokenizer.chat(no_system), no_system),
         ("a text", await tokenizer.completion(PROBE_TEXT), {"prompt": PROBE_TEXT}),
     ):
         theirs = await _ask(session, url, body)

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
+import zmq
 import zmq.asyncio
 
 from router.effects import Effect, Subscribe, Unsubscribe
-from router.errors import UnknownWorker
+from router.errors import InvalidRequest, UnknownWorker
 from router.hashing import pack_tokens
 from router.ids import DpRank, Incarnation, LoraId, SourceId, WorkerId
 from router.ingest import EventIngest, SourceState
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _UNUSED_RATE: Final = 1.0
 """The load book wants a prefill rate; nothing is ever booked here."""
-Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(tcp|ipc)://.+$")]
-"""As ZMQ connects to it: tcp://host:port or ipc://path."""
+Endpoint = Annotated[str, msgspec.Meta(pattern=r"^(tcp://[^*/\s]+:[0-9]{1,5}|ipc://.+)$")]
+"""As ZMQ connects to it, tcp://host:port or ipc://path; not as a server binds it, tcp://*:port."""
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +106,7 @@ class Indexer:
     def register(self, registration: Registration) -> None:
         """Follow a rank. The same again changes nothing; anything else of the same rank starts it from nothing.
 
-        Another incarnation voids all ranks of the worker.
+        Another incarnation voids all ranks of the worker. Raises InvalidRequest.
         """
         worker_id, key = registration.worker_id, (registration.worker_id, registration.dp_rank)
         for other in [other for other in self._entries if other[0] == worker_id]:
@@ -117,7 +118,11 @@ class Indexer:
             roster_id = WorkerId(f"{worker_id}/{registration.dp_rank}")
             source = SourceId(roster_id, Incarnation(registration.incarnation), DpRank(registration.dp_rank))
             self._entries[key] = _Entry(registration, source)
-            self._begin(self._entries[key])
+            try:
+                self._begin(self._entries[key])
+            except zmq.ZMQError as exc:
+                self._forget(key)
+                raise InvalidRequest(f"{registration.endpoint} is nothing to connect to: {exc}") from exc
         others = (entry.registration.adapters for entry in self._of(worker_id))
         known_adapters = next((adapters for adapters in others if adapters is not None), {})
         self.set_adapters(worker_id, known_adapters if registration.adapters is None else registration.adapters)

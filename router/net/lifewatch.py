@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+import zmq
 import zmq.asyncio
 
 from router.continuity import Continuity, judge
@@ -79,6 +80,8 @@ class LifeWatch:
             await asyncio.sleep(max(0.0, LOOK_S - (time.monotonic() - started_s)))
 
     async def _look(self, context: zmq.asyncio.Context, source: SourceId, endpoint: str) -> None:
+        if source not in self._endpoints:  # left since the round began
+            return
         next_seq, last = self._ingest.cursor(source).next_seq, self._ingest.last(source)
         try:
             replay = [
@@ -86,7 +89,8 @@ class LifeWatch:
                 async for part in fetch_replay(context, endpoint, max(0, next_seq - 1), timeout_s=ANSWER_S)
                 for batch in part
             ]
-        except TimeoutError:
+        except (TimeoutError, zmq.ZMQError) as exc:
+            log.debug("%s: %s doesn't answer: %s", source, endpoint, exc)
             if source in self._endpoints:
                 self._on_silence(source, True)
             return

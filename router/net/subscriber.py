@@ -24,6 +24,8 @@ from router.net.replay import fetch_replay
 
 log = logging.getLogger(__name__)
 
+_REPLAYS: Final = 64
+"""Replays under way at once: each has a socket of its own."""
 RETRY_S: Final = 1.0
 """Pause before a source that couldn't be synced is tried again."""
 _MESSAGES_A_TURN: Final = 256
@@ -57,6 +59,10 @@ class EventSubscriber:
         self._fetch_snapshot = fetch_snapshot
         self.on_disconnect = on_disconnect
         self.context = zmq.asyncio.Context()
+        self.context.set(zmq.MAX_SOCKETS, self.context.get(zmq.SOCKET_LIMIT))  # 1,023 otherwise: two or four a source
+        self._replays = asyncio.Semaphore(_REPLAYS)
+        #: sources whose replay socket was silent when asked last
+        self._unanswered: set[SourceId] = set()
         self._streams: dict[SourceId, _Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,6 +74,7 @@ class EventSubscriber:
                     self._streams[effect.source] = _Stream(self, effect)
                     self._spawn(self._replay(effect.source, 0))
                 case Unsubscribe():
+                    self._unanswered.discard(effect.source)
                     if (stream := self._streams.pop(effect.source, None)) is not None:
                         stream.close()
                 case RequestReplay():
@@ -114,14 +121,20 @@ class EventSubscriber:
         stream = self._streams.get(source)
         if stream is None:
             return
+        self._unanswered.discard(source)
+        if stream.replay_endpoint is None:
+            log.warning("%s: no replay from %d: the engine has no replay socket", source, from_seq)
+            self.perform(self._ingest.replay_failed(source))
+            return
         try:
-            if stream.replay_endpoint is None:
-                raise TimeoutError("the engine has no replay socket")
-            async for part in fetch_replay(self.context, stream.replay_endpoint, from_seq):
-                self.perform(self._ingest.replaying(source, part, now_s=time.time()))
-                await asyncio.sleep(0)
-        except TimeoutError as exc:
-            log.warning("%s: no replay from %d: %s", source, from_seq, exc or "its socket is silent")
+            async with self._replays:
+                async for part in fetch_replay(self.context, stream.replay_endpoint, from_seq):
+                    self.perform(self._ingest.replaying(source, part, now_s=time.time()))
+                    await asyncio.sleep(0)
+        except (TimeoutError, zmq.ZMQError) as exc:
+            log.warning("%s: no replay from %d: %s", source, from_seq, str(exc) or "its socket is silent")
+            if source in self._streams:
+                self._unanswered.add(source)
             self.perform(self._ingest.replay_failed(source))
             return
         self.perform(self._ingest.replayed(source, [], now_s=time.time()))
@@ -133,12 +146,18 @@ class EventSubscriber:
                 raise NoSnapshotError
             self.perform(await self._fetch_snapshot(self.context, source))
         except NoSnapshotError:
+            if source in self._unanswered:  # its engine may have all of it, and only stand still for a moment
+                await self._retry(source, "its replay socket is silent")
+                return
             log.warning("%s: batches are missing that nobody has; unverified until its cache is cleared", source)
             self.perform(self._ingest.adopt(source, now_s=time.time()))
-        except TimeoutError as exc:
-            log.warning("%s: no snapshot (%s); routed by load, next try in %.0f s", source, exc, RETRY_S)
-            await asyncio.sleep(RETRY_S)
-            self.perform(self._ingest.retry(source))
+        except (TimeoutError, zmq.ZMQError) as exc:
+            await self._retry(source, f"no snapshot: {exc}")
+
+    async def _retry(self, source: SourceId, why: str) -> None:
+        log.warning("%s: %s; routed by load, next try in %.0f s", source, why, RETRY_S)
+        await asyncio.sleep(RETRY_S)
+        self.perform(self._ingest.retry(source))
 
 
 class _Stream:
@@ -160,7 +179,11 @@ class _Stream:
             self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
             self._loop.add_reader(self._monitor_fd, self._read_monitor)
             self._loop.call_soon(self._read_monitor)  # its descriptor, too, wakes only after a first look
-        self._socket.connect(subscribe.endpoint)
+        try:
+            self._socket.connect(subscribe.endpoint)
+        except zmq.ZMQError:
+            self._close()
+            raise
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self.read)
         self._loop.call_soon(self.read)  # the descriptor tells changes only
@@ -190,6 +213,9 @@ class _Stream:
     def close(self) -> None:
         """Stop reading; queued messages are void."""
         self._loop.remove_reader(self._fd)
+        self._close()
+
+    def _close(self) -> None:
         if self._monitor is not None:
             self._loop.remove_reader(self._monitor_fd)
             self._monitor = None

@@ -57,10 +57,15 @@ class PromptTokenizer:
 
     async def chat(self, body: Mapping[str, Any]) -> list[int] | None:
         """Token ids of a chat completion's messages, or None where SGLang should render them itself."""
+        from jinja2 import TemplateError  # transformers brings it
+
         messages = self._plain(body)
         if messages is None:
             return None
-        return await self._run(sum(len(m["content"]) for m in messages), self._encode_chat, messages)
+        try:
+            return await self._run(sum(len(m["content"]) for m in messages), self._encode_chat, messages)
+        except TemplateError:  # it refuses these messages: SGLang shall say so
+            return None
 
     def _plain(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if self._content_format is None or any(body.get(field) is not None for field in _RENDERING_FIELDS):

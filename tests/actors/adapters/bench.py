@@ -14,6 +14,7 @@ from actors.adapters.sources import AdapterCache
 from actors.engine.client import EngineError
 from actors.engine.identity import content_id
 from router.ids import Incarnation, WorkerId
+from router.reports import RankLoad
 from tests.actors.adapters.making import make_adapter
 
 PATIENCE_S: Final = 5.0
@@ -30,6 +31,9 @@ class FakeEngine:
         self.failures: dict[str, int] = {}
         #: names whose next load succeeds, and its answer never comes
         self.lost: set[str] = set()
+        #: requests that it has, and how often somebody looked
+        self.running = 0
+        self.num_looks = 0
         #: cleared: calls hang
         self.goes_on = asyncio.Event()
         self.goes_on.set()
@@ -44,7 +48,11 @@ class FakeEngine:
             self.lost.remove(name)
             raise EngineError("ServerDisconnectedError")
 
-    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+    async def loads(self) -> dict[int, RankLoad]:
+        self.num_looks += 1
+        return {0: RankLoad(running=self.running, waiting=0)}
+
+    async def unload_adapter(self, name: str, *, timeout_s: float | None) -> None:
         await self._call("unload", name)
         if name not in self.loaded:
             raise EngineError(f"adapter {name} is not loaded")
@@ -62,7 +70,7 @@ class FakeEngine:
 class Bench:
     """A loader at work on a fake engine, with adapters at hand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, unload_s: float = 7.0) -> None:
         self.folder = folder
         self.engine = FakeEngine()
         #: every state that was told, as "name state"
@@ -75,7 +83,7 @@ class Bench:
             self.engine,  # type: ignore[arg-type]  # as much of it as is used
             AdapterCache(folder / "cache", max_bytes=1 << 30),
             on_change=self._on_change,
-            unload_s=7.0,
+            unload_s=unload_s,
         )
 
     def wanted(self, name: str, *, seed: int = 0, pinned: bool = False) -> Wanted:

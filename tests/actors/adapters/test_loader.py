@@ -11,14 +11,15 @@ import pytest
 
 from actors.adapters import loader
 from actors.engine.identity import lora_id
-from tests.actors.adapters.bench import PATIENCE_S, Bench, running
+from tests.actors.adapters.bench import PATIENCE_S, Bench
+from tests.actors.adapters.bench import running as running_bench
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr(loader, "_BACKOFF_S", (0.001, 0.002))
     bench = Bench(tmp_path)
-    async with running(bench):
+    async with running_bench(bench):
         yield bench
 
 
@@ -172,7 +173,7 @@ async def test_a_load_that_succeeds_after_it_was_given_up_is_unloaded(bench: Ben
 
 async def test_an_engine_that_does_not_unload_ends_the_run(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    async with running(bench) as run:
+    async with running_bench(bench) as run:
         bench.loader.assign([bench.wanted("a")])
         await bench.until(lambda: bench.states == {"a": "loaded"})
         bench.engine.failures["unload a"] = 1
@@ -182,6 +183,33 @@ async def test_an_engine_that_does_not_unload_ends_the_run(tmp_path: Path) -> No
         with pytest.raises(TimeoutError, match="the engine doesn't unload adapter a: out of memory"):
             await asyncio.wait_for(asyncio.shield(run), PATIENCE_S)
         assert bench.states == {"a": "unloading"}
+
+
+@pytest.mark.parametrize("running", [0, 1])
+async def test_an_engine_that_unloads_for_long_is_stuck_if_it_has_no_requests(tmp_path: Path, running: int) -> None:
+    """SGLang unloads once the adapter's last request is over: an answer may be written for many minutes."""
+    bench = Bench(tmp_path, unload_s=0.001)
+    async with running_bench(bench) as run:
+        bench.loader.assign([bench.wanted("a")])
+        await bench.until(lambda: bench.states == {"a": "loaded"})
+        bench.engine.running = running
+        bench.engine.goes_on.clear()
+
+        bench.loader.assign([])
+        await bench.until(lambda: bench.states == {"a": "unloading"})
+
+        if not running:
+            with pytest.raises(TimeoutError, match="has no requests and doesn't unload adapter a"):
+                await asyncio.wait_for(asyncio.shield(run), PATIENCE_S)
+            return
+        looks = bench.engine.num_looks
+        async with asyncio.timeout(PATIENCE_S):
+            while bench.engine.num_looks < looks + 5:  # noqa: ASYNC110  # the fake tells nobody
+                await asyncio.sleep(0.001)
+        assert bench.states == {"a": "unloading"}
+        bench.engine.goes_on.set()
+        await bench.until(lambda: bench.states == {})
+        assert bench.engine.calls == ["load a", "unload a"]
 
 
 async def test_a_load_whose_answer_is_lost_heals(bench: Bench) -> None:
@@ -210,7 +238,7 @@ async def test_a_load_whose_answer_is_lost_leaves_nothing_once_it_is_given_up(
 @pytest.mark.parametrize("num_steps", range(6))
 async def test_the_run_ends_when_it_is_cancelled_though_it_is_told_something(tmp_path: Path, num_steps: int) -> None:
     bench = Bench(tmp_path)
-    async with running(bench) as run:
+    async with running_bench(bench) as run:
         for _ in range(5):
             await asyncio.sleep(0)
         bench.loader.assign([])

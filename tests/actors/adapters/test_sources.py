@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
@@ -273,3 +275,46 @@ def test_what_was_just_fetched_is_kept_though_it_is_too_large(tmp_path: Path) ->
     cache = AdapterCache(tmp_path / "cache", max_bytes=1)
     for seed in range(2):
         assert {cache.fetch(str(make_adapter(tmp_path / str(seed), seed=seed))).name} == kept(tmp_path)
+
+
+# -- errors of others --------------------------------------------------------------------------------------------------
+
+
+class HubError(Exception):
+    """As hubs and object stores have their own."""
+
+
+def test_any_error_on_the_way_is_told_with_the_source(
+    cache: AdapterCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reset(*_: object, **__: object) -> str:
+        raise HubError("connection reset")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", reset)
+    with pytest.raises(SourceError, match=r"'hf://org/repo' can't be read: HubError: connection reset"):
+        cache.fetch("hf://org/repo")
+    assert kept(tmp_path) == set()
+
+
+def test_a_store_that_cannot_be_reached_is_not_one_without_the_files(
+    cache: AdapterCache, memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(type(memory), "info", unreachable)
+    with pytest.raises(SourceError, match="no route to host"):
+        cache.fetch("memory://adapters/one")
+
+
+def test_what_a_killed_fetch_has_left_is_removed_in_time(cache: AdapterCache, tmp_path: Path) -> None:
+    source = make_adapter(tmp_path / "source")
+    cache.fetch(str(source))
+    for name, age_s in ((".fetching-old", 2 * 24 * 3600), (".fetching-new", 60)):
+        (tmp_path / "cache" / name).mkdir()
+        at_s = time.time() - age_s
+        os.utime(tmp_path / "cache" / name, (at_s, at_s))
+
+    cache.fetch(str(make_adapter(tmp_path / "other", seed=2)))
+
+    assert {name for name in kept(tmp_path) if name.startswith(".")} == {".fetching-new"}

@@ -108,6 +108,7 @@ class TruthEngine:
             attn_dp_rank=self.dp_rank if dp_rank is None else dp_rank,
         )
         self._publisher.publish(batch)
+        self._publisher._event_queue.join()  # sent: whoever subscribes from now on is too late for it
         self.published += 1
 
     def cached(

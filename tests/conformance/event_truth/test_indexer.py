@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import zmq
 
 from router.net.indexer import Indexer
 from router.net.indexer_http import IndexerServer
@@ -242,6 +243,34 @@ async def test_a_silent_replay_socket_holds_up_nobody_else(service: Service, eng
     other.stop()
 
 
+async def test_a_server_that_stands_still_as_it_is_registered_is_exact_afterwards(
+    service: Service, engine: TruthEngine
+) -> None:
+    """Two seconds of silence don't mean that nobody has its batches."""
+    engine.stop()
+    with silent_socket() as silent:
+        await service.register(engine, replay_endpoint=silent)
+        await eventually(lambda: bool(service.indexer._subscriber._unanswered), what="a replay that wasn't answered")
+    engine.replay_endpoint = silent
+    engine.start()
+    engine.store(P)
+    await service.becomes(P, lambda: 24)
+
+
+async def test_a_server_that_leaves_while_all_are_looked_at_ends_no_watch(
+    service: Service, engine: TruthEngine
+) -> None:
+    await service.register(engine)
+    watch, context = service.indexer._watch, service.indexer._subscriber.context
+    [(source, endpoint)] = watch._endpoints.items()
+    await service.call("DELETE", "/workers/w0")
+    await watch._look(context, source, endpoint or "")
+
+
+async def test_more_servers_can_be_followed_than_zmq_has_sockets_for_by_itself(service: Service) -> None:
+    assert service.indexer._subscriber.context.get(zmq.MAX_SOCKETS) > 4 * 10_000
+
+
 async def test_adapters_change_and_workers_leave(service: Service, engine: TruthEngine) -> None:
     engine.store(P, adapter="ad-a")
     await service.register(engine)
@@ -298,6 +327,9 @@ async def test_the_best_rank_of_a_worker_answers_for_it(service: Service) -> Non
         ("POST", "/query", "no object", 400, "object"),
         ("PUT", "/workers/w9/adapters", {"a": "b"}, 404, "w9"),
         ("PUT", "/workers/w9/adapters", {"a": 5}, 400, "str"),
+        ("POST", "/workers", {"worker_id": "w9", "endpoint": "tcp://*:5557"}, 400, "endpoint"),
+        ("POST", "/workers", {"worker_id": "w9", "endpoint": "tcp://10.0.0.1"}, 400, "endpoint"),
+        ("POST", "/workers", {"worker_id": "w9", "endpoint": "ipc:///" + "x" * 300}, 400, "nothing to connect to"),
         ("DELETE", "/workers/w9", None, 404, "w9"),
         ("GET", "/nowhere", None, 404, "Not Found"),
     ],
@@ -305,5 +337,7 @@ async def test_the_best_rank_of_a_worker_answers_for_it(service: Service) -> Non
 async def test_what_cannot_be_done_is_refused_and_says_why(
     service: Service, method: str, path: str, body: Any, status: int, says: str
 ) -> None:
-    answered, error = await service.call(method, path, body)
-    assert (answered, says in error["error"]["message"]) == (status, True), error
+    for _ in range(2):  # what is refused once is refused again
+        answered, error = await service.call(method, path, body)
+        assert (answered, says in error["error"]["message"]) == (status, True), error
+    assert (await service.call("GET", "/workers"))[1]["workers"] == {}

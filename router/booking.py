@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 
 class Booking:
-    """One request's share of a source, from dispatch to its end. Every method may be called again without effect."""
+    """One request's share of a source, from dispatch to its end. Whoever sends it may call each method again."""
 
     __slots__ = (
         "_ahead_ms", "_at_first", "_book", "_column", "_context_tokens", "_first_s", "_generation", "_kv_tokens",
@@ -72,7 +72,7 @@ class Booking:
         self.finish()
 
     def computed(self) -> None:
-        """The prompt is computed."""
+        """The prompt is computed; the book says so, once, of those that show nothing themselves."""
         self._queued = False
         self._book.unqueue(self._column, self, self._tokens)
         self._book.state[self._column, DONE_MS] += self.own_ms

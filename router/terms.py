@@ -18,7 +18,7 @@ OF_RUNNING: Final = TOTAL + 1
 """Rows of `fill_terms`: the terms, their sum, and running requests."""
 
 QUEUED, QUEUED_MS, PROGRESS_S, RUNNING, KV, CONTEXT, DISTINCT, FOREIGN, SENT, FILLED, SENT_S, DONE_MS = range(12)
-NUM_FIELDS: Final = 12
+NUM_FIELDS: Final = DONE_MS + 1
 """Fields of `LoadBook.state`."""
 SENT_HALF_LIFE_S: Final = 20.0
 FILLED_HALF_LIFE_S: Final = 120.0
@@ -72,6 +72,7 @@ def filled_tokens(row, now_s):  # type: ignore[no-untyped-def]
 
 @njit(float64[::1](float64[:, ::1], int64[::1], float64), cache=True)
 def sent_lately(state, columns, now_s):  # type: ignore[no-untyped-def]  # numba compiles it, mypy cannot see its types
+    """Requests sent to each of `columns` lately, older ones counting for less."""
     sent = np.empty(len(columns))
     for i in range(len(columns)):
         row = state[columns[i]]

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 UNLOAD_S: Final = 120.0
 """An engine that unloads for so long and has no requests is stuck. It lets the adapter's last request end first."""
+MAX_UNLOAD_S: Final = 3600.0
+"""No answer is written for longer (`router.request_timeout_s`), so whatever else an engine does, it has lost count."""
 _BACKOFF_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 
 
@@ -127,7 +129,7 @@ class AdapterLoader:
     async def _unload(self, row: Holding) -> None:
         self._rows[row.name] = msgspec.structs.replace(row, state=AdapterState.UNLOADING)
         self._on_change()
-        unloading = asyncio.ensure_future(self._client.unload_adapter(row.name, timeout_s=None))
+        unloading = asyncio.ensure_future(self._client.unload_adapter(row.name, timeout_s=MAX_UNLOAD_S))
         try:
             while not (await asyncio.wait({unloading}, timeout=self._unload_s))[0]:
                 if not await self._is_busy():

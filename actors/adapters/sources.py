@@ -164,7 +164,7 @@ class AdapterCache:
 
 
 def _download(source: str, folder: Path) -> None:
-    """Put the adapter's files into `folder`. Raises SourceError."""
+    """Put the adapter's files into `folder`. Raises SourceError, and whatever hubs and stores raise."""
     local = local_path(source)
     if local is not None:
         for file in adapter_files(local):
@@ -207,19 +207,16 @@ def _download_any(source: str, folder: Path) -> None:
     """Any URI that fsspec reads; object stores need their own packages (s3fs, gcsfs, ...)."""
     import fsspec
 
-    try:
-        filesystem, root = fsspec.url_to_fs(source)
-        for name in (CONFIG_FILE, *WEIGHT_FILES):
-            path = f"{root.rstrip('/')}/{name}"
-            try:
-                filesystem.info(path)  # `isfile` would take a store that can't be reached for one without the file
-            except FileNotFoundError:
-                continue
-            filesystem.get_file(path, str(folder / name))
-            if name in WEIGHT_FILES:
-                return
-    except (ImportError, ValueError, OSError) as exc:
-        raise SourceError(f"{source}: {exc}") from exc
+    filesystem, root = fsspec.url_to_fs(source)
+    for name in (CONFIG_FILE, *WEIGHT_FILES):
+        path = f"{root.rstrip('/')}/{name}"
+        try:
+            filesystem.info(path)  # `isfile` would take a store that can't be reached for one without the file
+        except FileNotFoundError:
+            continue
+        filesystem.get_file(path, str(folder / name))
+        if name in WEIGHT_FILES:
+            return
 
 
 def _is_under(source: str, root: str) -> bool:

@@ -84,8 +84,8 @@ class EngineClient:
         body = {"lora_name": name, "lora_path": path, "pinned": pinned}
         await self._json("POST", "/load_lora_adapter", body, timeout_s=_LOAD_TIMEOUT_S)
 
-    async def unload_adapter(self, name: str, *, timeout_s: float | None = _LOAD_TIMEOUT_S) -> None:
-        """Unload an adapter once its requests are done, None: however long that takes. Raises EngineError."""
+    async def unload_adapter(self, name: str, *, timeout_s: float = _LOAD_TIMEOUT_S) -> None:
+        """Unload an adapter once its requests are done. Raises EngineError."""
         await self._json("POST", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
     async def prefill(self, token_ids: list[int], *, local_rank: int | None) -> None:
@@ -106,7 +106,7 @@ class EngineClient:
             raise EngineError(f"/flush_cache: {type(exc).__name__}: {exc}") from exc
 
     async def _json(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = _TIMEOUT_S
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S
     ) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:

@@ -50,6 +50,7 @@ from router.net.usage import Usage
 log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 5.0
+_ABORT_S: Final = 30.0
 
 
 class Dispatcher:
@@ -82,7 +83,7 @@ class Dispatcher:
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {engine_key}"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),  # requests have deadlines of their own
             auto_decompress=False,
         )
         self._failover = Failover(core, probe=self.ask_cached_tokens)
@@ -291,8 +292,9 @@ class Dispatcher:
         """The client has left, or goes elsewhere: end its request in the engine, in the background."""
 
         async def abort() -> None:
+            url, timeout = decision.url + "/abort_request", aiohttp.ClientTimeout(total=_ABORT_S)
             try:
-                async with self._session.post(decision.url + "/abort_request", json={"rid": request_id}) as answer:
+                async with self._session.post(url, json={"rid": request_id}, timeout=timeout) as answer:
                     await answer.read()
             except (aiohttp.ClientError, TimeoutError) as exc:
                 log.info("request %s: abort at %s failed: %s", request_id, decision.source, exc)

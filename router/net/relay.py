@@ -32,8 +32,6 @@ _ADAPTER_GONE: Final = (
 
 
 _OVERDUE: Final = "the request wasn't answered within router.request_timeout_s"
-_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-"""Requests have a deadline of their own."""
 
 
 class EngineLostError(Exception):
@@ -157,7 +155,6 @@ class Relay:
                     headers={"Content-Type": outgoing.content_type},
                     params=exchange.request.query if outgoing.path not in tuple(Api) else None,
                     allow_redirects=False,
-                    timeout=_TIMEOUT,
                 )
                 try:
                     whole = not outgoing.stream or upstream.status != 200

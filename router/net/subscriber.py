@@ -24,8 +24,6 @@ from router.net.replay import fetch_replay
 
 log = logging.getLogger(__name__)
 
-_REPLAYS: Final = 64
-"""Replays under way at once: each has a socket of its own."""
 RETRY_S: Final = 1.0
 """Pause before a source that couldn't be synced is tried again."""
 _MESSAGES_A_TURN: Final = 256
@@ -60,7 +58,6 @@ class EventSubscriber:
         self.on_disconnect = on_disconnect
         self.context = zmq.asyncio.Context()
         self.context.set(zmq.MAX_SOCKETS, self.context.get(zmq.SOCKET_LIMIT))  # 1,023 otherwise: two or four a source
-        self._replays = asyncio.Semaphore(_REPLAYS)
         #: sources whose replay socket was silent when asked last
         self._unanswered: set[SourceId] = set()
         self._streams: dict[SourceId, _Stream] = {}
@@ -127,10 +124,9 @@ class EventSubscriber:
             self.perform(self._ingest.replay_failed(source))
             return
         try:
-            async with self._replays:
-                async for part in fetch_replay(self.context, stream.replay_endpoint, from_seq):
-                    self.perform(self._ingest.replaying(source, part, now_s=time.time()))
-                    await asyncio.sleep(0)
+            async for part in fetch_replay(self.context, stream.replay_endpoint, from_seq):
+                self.perform(self._ingest.replaying(source, part, now_s=time.time()))
+                await asyncio.sleep(0)
         except (TimeoutError, zmq.ZMQError) as exc:
             log.warning("%s: no replay from %d: %s", source, from_seq, str(exc) or "its socket is silent")
             if source in self._streams:

@@ -52,7 +52,7 @@ class FakeEngine:
         self.num_looks += 1
         return {0: RankLoad(running=self.running, waiting=0)}
 
-    async def unload_adapter(self, name: str, *, timeout_s: float | None) -> None:
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
         await self._call("unload", name)
         if name not in self.loaded:
             raise EngineError(f"adapter {name} is not loaded")

@@ -124,7 +124,7 @@ def test_a_download_that_breaks_off_leaves_nothing(
     memory.put(str(make_adapter(tmp_path / "a")), "/bucket/a", recursive=True)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "get_file", broken)
-        with pytest.raises(SourceError, match="'memory://bucket/a' can't be read: Connection.*: the wire is cut"):
+        with pytest.raises(SourceError, match=r"'memory://bucket/a' can't be read: Connection.*: the wire is cut"):
             cache.fetch("memory://bucket/a")
     assert kept(tmp_path) == set()
 
